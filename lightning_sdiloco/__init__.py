@@ -116,7 +116,7 @@ __all__ = [
     "WorkerGroups",
 ]
 
-# Without any distribution of Lightning, there is the engine alone.
+# Without any distribution of Lightning, only the engine is available.
 if TYPE_CHECKING or find_spec("lightning") is not None:
     __all__ += [
         "StreamingDiLoCoFabricStrategy",
@@ -125,8 +125,8 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         "StreamingDiLoCoStrategy",
     ]
 
-# Public names of the room of compressions alone. It imports torch, and whoever only asks whether a
-# name exists must not wait for that.
+# Public names that only the compression package has. It imports torch, and code that only checks
+# whether a name exists must not wait for that.
 _COMPRESSIONS = (
     "ByLink",
     "ErrorFeedback",
@@ -176,14 +176,14 @@ register_when_imported()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports a name when it is used: torch takes a second, a distribution two more."""
+        """Imports a name when it is used: torch takes one second, a distribution two more."""
         if name in __all__:
             return getattr(_module_of(name), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
             raise _IsAnExample(
-                f"lightning_sdiloco has no {name}: it is an example, not a part of the package."
+                f"lightning_sdiloco has no {name}: it is an example, not part of the package."
                 f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
                 " and import it from there."
             )
@@ -196,8 +196,8 @@ if not TYPE_CHECKING:
             if not str(error.name).startswith(f"{__name__}."):
                 raise
             raise ImportError(
-                f"lightning_sdiloco.{name} is not in lightning-sdiloco-hub, which is for the machine"
-                " of a hub. Install lightning-sdiloco in its place."
+                f"lightning_sdiloco.{name} is not in lightning-sdiloco-hub, which is for a hub's"
+                " machine. Install lightning-sdiloco instead."
             ) from error
 
     def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ class StreamingDiLoCoCallback(Fit, Callback):
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
-    # Imported when a fit has ended: the commands need more than a training does.
+    # Imported when a fit has ended, because the commands need more packages than training does.
     _tool = staticmethod(lambda name: import_module(f"lightning_sdiloco.tools.{name}"))
 
 

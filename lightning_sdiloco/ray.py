@@ -1,5 +1,5 @@
-"""The strategy for Ray Train, whose ``prepare_trainer`` takes only subclasses of its own; needs
-``ray[train]``.
+"""The strategy for Ray Train, whose ``prepare_trainer`` only takes subclasses of Ray's strategies;
+needs ``ray[train]``.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     """Trains one model on the workers of Ray Train, in worker groups.
 
     Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default,
-    the workers of each node make a group; on a single node each worker is one. Give the Trainer
-    ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and leave
+    the workers on each node form a group; on a single node, each worker is its own group. Give the
+    Trainer ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and leave
     ``num_nodes`` alone: Ray knows the nodes.
 
     Raises:
@@ -40,7 +40,7 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     @property
     def num_nodes(self) -> int:
         if self._options.worker_groups != "auto":
-            return 1  # groups are made of consecutive workers, wherever these run
+            return 1  # groups consist of consecutive workers, wherever they run
         context = ray.train.get_context()
         workers = context.get_world_size()
         local_workers = context.get_local_world_size()
@@ -50,8 +50,8 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
             raise ValueError(
                 "worker_groups='auto' makes each node a worker group, but Ray has placed"
                 f" {local_workers} of {workers} workers on node {context.get_node_rank()}, and"
-                " other numbers elsewhere. Set worker_groups to a number, or place equally many on"
-                " every node with ScalingConfig(placement_strategy=...)."
+                " different numbers elsewhere. Set worker_groups to a number, or place the same"
+                " number on every node with ScalingConfig(placement_strategy=...)."
             )
         return int(workers // local_workers)
 

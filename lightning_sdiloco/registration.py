@@ -1,12 +1,12 @@
-"""Gives both distributions of Lightning the names of the strategies, and imports neither of them.
+"""Registers the strategies' names in both distributions of Lightning, and imports neither of them.
 
 [Note: registered when imported] `import lightning_sdiloco` is all that
 `Trainer(strategy="streaming_diloco")` needs, whichever distribution the Trainer is from, and
-whether that is imported before or after. A distribution that is there is given the names at once.
-For another one, a finder stands in front of Python's: it lets them find, and gives the distribution
-the names once its registry has been imported. The registered object is a function that imports the
-strategy when a Trainer asks for it. A LightningCLI also finds classes by their names alone, among
-those that are imported: with its module, ours is.
+whether it is imported before or after. A distribution that is already imported gets the names at
+once. For the other, a finder precedes Python's finders: it lets them search, and registers the
+names once the distribution's registry has been imported. The registered object is a function that
+imports the strategy when a Trainer asks for it. A LightningCLI also finds imported classes by their
+bare names, so our module is imported along with its module.
 """
 
 import sys
@@ -24,8 +24,8 @@ _TRAINER = {
 }
 _FABRIC = {"streaming_diloco": "StreamingDiLoCoFabricStrategy"}
 
-# Each module that has a registry: how it calls it, our module for its distribution, and the classes
-# by name.
+# Each module that has a registry: the registry's name, our module for its distribution, and the
+# classes by name.
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_pytorch", _TRAINER),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_pytorch", _FABRIC),
@@ -51,11 +51,11 @@ _UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
     """Returns the names under which a strategy is registered, each with the arguments that it
-    stands for.
+    implies.
     """
     if name != "streaming_diloco":
         return {name: {}}
-    # Those that Lightning has for DDP. Some packages look for "ddp" in the name.
+    # The suffixes that Lightning has for DDP. Some packages look for "ddp" in the name.
     return {
         "_".join(filter(None, (start, method, unused))): {
             **_START_METHODS[method],
@@ -68,7 +68,7 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 
 
 def register_when_imported() -> None:
-    """Registers the strategies in what is imported already, and in what will be."""
+    """Registers the strategies in modules that are imported already, and in later ones."""
     for module in sys.modules.keys() & _REGISTRIES.keys():
         _register(sys.modules[module])
     sys.meta_path.insert(0, _Finder())
@@ -94,7 +94,7 @@ def _make(module: str, strategy: str, **arguments: Any) -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the finders behind it find; see [Note: registered when imported]."""
+    """Finds the modules that later finders find; see [Note: registered when imported]."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1003,7 +1003,7 @@ def _require(
     else:
         names = " or ".join(alternative.__name__ for alternative in get_args(kind) or (kind,))
         fault = f"of type {type(value).__name__}, not {names}"
-    raise ValueError(f"{name}={value!r} is {fault}: {rule}. Choose another {name}; {advice}.")
+    raise ValueError(f"{name}={value!r} is {fault}: {rule}. Choose a different {name}; {advice}.")
 
 
 def _require_map(

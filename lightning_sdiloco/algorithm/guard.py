@@ -317,7 +317,7 @@ class _Round(Generic[Member]):
         return median(of_peers) if of_peers else None
 
     def scale(self, member: Member) -> float:
-        """Returns a member's length beside the others' in this round."""
+        """Returns a member's length relative to the others' in this round."""
         level = self.level_of_peers(member)
         if level is None:
             level = median(length.log for length in self.lengths.values())
@@ -485,7 +485,7 @@ def _as_lengths(sizes: Mapping[Member, float]) -> dict[Member, Length]:
 
 
 class Direction(NamedTuple):
-    """How an outer gradient points beside those of the others.
+    """The direction of an outer gradient relative to the others'.
 
     Attributes:
         cosine: Its cosine with the mean of the others.

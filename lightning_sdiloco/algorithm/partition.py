@@ -354,7 +354,7 @@ class _Claim(NamedTuple):
 
 
 def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) -> None:
-    """Notes that a pattern matches a parameter by a name; refuses a second pattern."""
+    """Records that a pattern matches a parameter by a name; refuses a second pattern."""
     first = claims.setdefault(parameter, claim)
     if first != claim:
         tied = ""

@@ -75,7 +75,7 @@ class DenseBeginning:
         return min(self.sync_every // 2, overlap_steps)
 
     def after(self, step: int) -> "DenseBeginning | None":
-        """Returns what is left of it for rounds that restart after an inner step.
+        """Returns the rest of the dense beginning for rounds that restart after an inner step.
 
         Examples:
             >>> DenseBeginning(rounds=3).after(5), DenseBeginning(rounds=3).after(9)

@@ -1,4 +1,4 @@
-"""Paces what a rank sends, so that messages which leave together get through together.
+"""Paces a rank's messages, so that messages sent together arrive together.
 
 Its gain (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms,
 flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as their bytes take alone;

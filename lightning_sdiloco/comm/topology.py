@@ -382,7 +382,7 @@ class _Between(NamedTuple):
             gloo = SharedGloo()
         with entered:
             exchanges = _exchanges(layout, gloo, timeout, on_device)
-            # Peers that are all ranks need no process group beside the default one.
+            # Peers that include all ranks need no process group besides the default one.
             peers = world()
             if layout.group_size > 1:
                 backend = gloo if peers.is_on_host else None

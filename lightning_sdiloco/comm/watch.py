@@ -39,7 +39,7 @@ class WorldWatch:
         self._is_over = False
 
     def stop(self) -> None:
-        """Ends the watch for good."""
+        """Ends the watch permanently."""
         self._is_over = True
         self._before = None
 

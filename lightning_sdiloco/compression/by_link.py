@@ -1,4 +1,4 @@
-"""A code for each link: each sender chooses, from a menu, by the bandwidth of its own."""
+"""A code for each link: each sender chooses one from a menu, based on its own link's bandwidth."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The background: where flights are worked on while training goes on.
+"""The background: where flights are processed while training continues.
 
 Work is a generator: the code between two ``yield`` is a stage. Each stage takes work in the order
 in which it was started, so one fragment is encoded while another one travels and a third one takes

@@ -1,5 +1,5 @@
-"""The files from which a run resumes: a folder beside an ordinary checkpoint, with one file per rank
-and a manifest.
+"""The files from which a run resumes: a folder next to an ordinary checkpoint, with one file per
+rank and a manifest.
 
 [Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write
 their files, then rank 0 writes the manifest, and last the checkpoint file takes its place in one
@@ -130,7 +130,7 @@ class _Folder:
             self.filesystem.rm(target, recursive=True)
 
     def write(self, target: str, content: bytes) -> None:
-        """Writes a file, either all of it or nothing."""
+        """Writes a file atomically: all of it or nothing."""
         if not self.is_local:
             with self.filesystem.transaction, self.filesystem.open(target, "wb") as file:
                 file.write(content)
@@ -167,9 +167,9 @@ def read_rank(path: str, header: Header, rank: int) -> State:
     content = _read(path, header["save"], entry.name)
     if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_Folder(path, follow=True).path} is not what was saved: it"
-            f" has {len(content)} bytes where {entry.size} were written, or other contents. Restore"
-            " it, or resume from another checkpoint."
+            f"The file {entry.name} in {_Folder(path, follow=True).path} differs from what was"
+            f" saved: it has {len(content)} bytes where {entry.size} were written, or other"
+            " contents. Restore it, or resume from another checkpoint."
         )
     return _deserialised(content)
 
@@ -571,7 +571,7 @@ def _read_matching(
     differences = settings.taken_from(header["settings"]).differences(header["settings"])
     if differences:
         raise ValueError(
-            f"{path} cannot be resumed exactly with other settings: {'; '.join(differences)}."
+            f"{path} cannot be resumed exactly with different settings: {'; '.join(differences)}."
             f" {_SAME}"
         )
     saved = read_rank(path, header, topology.rank)

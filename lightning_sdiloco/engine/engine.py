@@ -1,5 +1,5 @@
-"""The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and
-what landed.
+"""The Streaming DiLoCo engine for any training loop: the public class, which counts steps and
+landings.
 """
 
 import time
@@ -70,8 +70,8 @@ from lightning_sdiloco.memory import give_back_free_memory
 from lightning_sdiloco.version import VERSION
 
 _ADVICE = (
-    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you log,"
-    " evaluate and save every so many steps only."
+    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather logged values,"
+    " evaluate and save only every few steps."
 )
 
 
@@ -80,57 +80,59 @@ class StreamingDiLoCo:
 
     Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The
     worker groups exchange their outer gradients fragment by fragment, in the background, while
-    training goes on. If ``torch.distributed`` is initialised, all ranks must construct it, and
-    start from the parameters and buffers of rank 0. Otherwise there is one worker group.
+    training continues. If ``torch.distributed`` is initialised, all ranks must construct the
+    engine, and they start from rank 0's parameters and buffers. Otherwise there is one worker
+    group.
 
     Args:
-        model: The model to train; inside ``DistributedDataParallel`` if a worker group has several
-            ranks.
+        model: The model to train, wrapped in ``DistributedDataParallel`` if a worker group has
+            several ranks.
         worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
-            ``"auto"``: one per process. Or `WorkerGroups`, if you wrapped the model with its
+            ``"auto"``: one per process. Pass a `WorkerGroups` if you wrapped the model with its
             process group.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper);
             < ``sync_every``. None: five, or as many as fit into shorter rounds.
         mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``;
             or a `LandingRule`, such as `Carry`.
-        fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per
-            fragment, as in ``"strided:3"`` (by default an eighth of them, from 1 to 3, or more to
-            make at most 32 fragments); ``"balanced"``; a number of fragments of equal size; or a
-            list of lists of shell-style patterns of names.
+        fragments: ``"strided"`` or ``"sequential"``, optionally with the number of repeated blocks
+            per fragment, as in ``"strided:3"`` (by default an eighth of the blocks, one to three,
+            or more to make at most 32 fragments); ``"balanced"``; a number of fragments of equal
+            size; or a list of lists of shell-style name patterns.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a
             `Compression`.
         outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``,
-            ``"auto"`` chooses by the number of groups, ``sync_every`` and the compression.
+            ``"auto"`` chooses based on the number of groups, ``sync_every`` and the compression.
         outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
         outer_optimizer: A callable from the flat float32 shards, one per fragment, to an
             elementwise optimizer, which replaces the SGD; or an `OuterOptimizer`, with schedule,
             clipping, guard and offload.
         exchange: How outer gradients become their mean in every group: ``"gather"``,
             ``"two_shot"``, ``"auto"``, each optionally with the suffix ``":nccl"``, or a `TwoShot`.
-        dense_beginning: A `DenseBeginning`: in the first rounds groups exchange more often. None:
-            none.
+        dense_beginning: A `DenseBeginning`, which makes groups exchange more often in the first
+            rounds. None: no dense beginning.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner
             steps.
-        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it
-            trained.
-        route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it
-            groups hold their own outer parameters, and showing the outer model needs `group_mean`.
-        untrained: What becomes of buffers and frozen parameters, by patterns of their names:
-            ``"mean"``, ``"first"`` or ``"own"``. By default statistics of norms are averaged, other
-            buffers are those of the first group, and large ones and frozen parameters are each
-            group's own.
+        weighing: How much each group counts in a mean, as a `Weighing`; None: in proportion to the
+            inner steps it trained.
+        route: Which groups each group exchanges with in a round, such as `RandomPairs`; None: all
+            groups. With a route, groups hold their own outer parameters, and showing the outer
+            model requires `group_mean`.
+        untrained: The treatment of buffers and frozen parameters, by name patterns: ``"mean"``,
+            ``"first"`` or ``"own"``. By default, statistics of normalization layers are averaged,
+            other buffers are those of the first group, and large buffers and frozen parameters are
+            each group's own.
         timeout: How long a fragment may be in flight.
-        federation: The `Federation` that these ranks, launched on their own, join as a site; None:
-            all groups are launched together.
-        inner_optimizers: The optimizers of your loop. `save` keeps their state; values in it that
-            are not finite are reset, and copies of the weights that they keep follow landings.
+        federation: The `Federation` that these separately launched ranks join as a site; None: all
+            groups are launched together.
+        inner_optimizers: The optimizers of your loop. `save` keeps their state; non-finite values
+            in it are reset, and their copies of the weights follow landings.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks
-            differ in either; or if an inner optimizer keeps a copy of the weights that is not in
-            its state.
+        ValueError: If an argument is out of range, the model cannot be cut as requested, or ranks
+            differ in either; or if an inner optimizer keeps a copy of the weights outside its
+            state.
         TypeError: If an argument is unknown.
 
     Examples:
@@ -215,7 +217,7 @@ class StreamingDiLoCo:
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
-        """Watches from one inner step to the next; stopped where Lightning runs the loop."""
+        """Watches the time between inner steps; stopped if Lightning runs the loop."""
 
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
@@ -229,7 +231,7 @@ class StreamingDiLoCo:
         require_same_settings(described, self.topology.world)
 
     def join(self) -> None:
-        """Waits until a site has the others' state; without it, its first inner steps may be
+        """Waits until a site has the other sites' state, without which its first inner steps may be
         wasted.
         """
         self.loop.join(self.inner_steps)
@@ -238,20 +240,23 @@ class StreamingDiLoCo:
     def step(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
     ) -> Turns[list[Landing]]:
-        """Counts an inner step, launches what is due, and lands and returns what is due.
+        """Counts an inner step, starts due launches, and makes and returns due landings.
 
         Args:
-            trained: How many micro-batches this rank trained in this inner step. Groups weigh by
-                them in the next mean of every fragment, so all must count in the same unit.
+            trained: The number of micro-batches that this rank trained in this inner step. They
+                weight the groups in the next mean of every fragment, so all groups must count in
+                the same unit.
             idle: Whether this group did not train in this inner step, for instance because its data
-                has ended: the same as ``trained=0``. All ranks of a group must give the same.
-            samples: On how many samples this rank trained: a federation weighs its sites by them.
-                None: ``trained``.
+                has ended; equivalent to ``trained=0``. All ranks of a group must pass the same
+                value.
+            samples: The number of samples that this rank trained on, by which a federation weights
+                its sites. None: ``trained``.
 
         Raises:
             ValueError: If ``trained`` is not a whole number of at least 0.
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
-            AgreementError: If the groups hold different outer parameters, or one stays not finite.
+            AgreementError: If the groups hold different outer parameters, or a group's values stay
+                non-finite.
         """
         self._require_open("step()")
         self.watch.end()
@@ -280,13 +285,13 @@ class StreamingDiLoCo:
 
     @takes_turns
     def finish(self) -> Turns[list[Landing]]:
-        """Ends training: lands what is in flight, takes the mean of all local progress, and leaves
-        the outer model.
+        """Ends training: lands fragments in flight, takes the mean of all local progress, and
+        leaves the outer model.
 
         Every fragment then takes the plain mean of the groups' local parameters, in float32,
-        without outer learning rate and momentum. The model ends with the outer parameters, the same
-        bits in every group, and without gradients. Returns what landed, without the final exchange.
-        A second call does nothing.
+        without the outer learning rate and momentum. The model ends with the outer parameters,
+        bit-identical in every group, and without gradients. Returns the landings, except the final
+        exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -312,20 +317,22 @@ class StreamingDiLoCo:
         self._unfinished = self._state()
         if self.site is None:
             self.rounds.begin_end()
-        # What a site lands until its end goes into its records, too.
+        # A site's landings until its end also go into its records.
         self.rounds.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
 
     def leave(self) -> list[Landing]:
-        """Ends training before its end: what a site holds is sent, and counts. Returns what
-        landed; see `close`.
+        """Ends training early: a site's held training is sent and counts. Returns the landings; see
+        `close`.
         """
         landed = self.history.land(self.loop.leave(self.inner_steps))
         self.close()
         return landed
 
     def close(self) -> None:
-        """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
+        """Ends the background work. Fragments in flight are lost; `finish` calls this when there
+        are none.
+        """
         self._is_closed = True
         self.loop.close()
         self.rounds.background.close()
@@ -373,22 +380,22 @@ class StreamingDiLoCo:
         return self.site is not None or steps >= rounds.schedule.first_round
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
-        """Shows the outer model inside a ``with`` block, which may be nested, then the local one
-        again, bit for bit.
+        """Shows the outer model inside a ``with`` block, which may be nested, then restores the
+        local one bit for bit.
 
-        In-group collective. Given a mean from `group_mean`, it shows that and waits for no other
-        group. Without one, on a route that does not share, it shows this group's outer parameters.
-        Each group shows what it keeps of untrained state itself; a mean holds that of the first.
+        In-group collective. Given a mean from `group_mean`, it shows that mean and waits for no
+        other group. Without one, on a route whose groups do not share, it shows this group's outer
+        parameters. Each group shows its own untrained state; a mean holds the first group's.
         """
         return self.rounds.view.shown(mean)
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
-        """Makes the model that rank 0 holds now the outer model of all groups. All ranks must call
-        it together.
+        """Makes rank 0's current model the outer model of all groups. All ranks must call it
+        together.
 
-        Call it after you have overwritten weights, for example with those of a better epoch. What
-        is in flight is dropped in all groups, and so is the outer momentum; the inner optimizers
+        Call it after you have overwritten weights, for example with those of a better epoch.
+        Fragments in flight and the outer momentum are dropped in all groups; the inner optimizers
         keep their state.
 
         Args:
@@ -401,9 +408,8 @@ class StreamingDiLoCo:
         self._require_open("set_outer()")
         if self.site is not None:
             raise ValueError(
-                "The outer model of a federation changes by its records alone: a site cannot"
-                " overwrite weights while it trains. Found another run, from the weights that you"
-                " want."
+                "Only a federation's records change its outer model: a site cannot overwrite"
+                " weights while it trains. Found a new run from the weights that you want."
             )
         rounds = self.rounds
         fragments = rounds.fragments
@@ -412,7 +418,8 @@ class StreamingDiLoCo:
         unknown = sorted(chosen - trainable_names)
         if unknown:
             raise ValueError(
-                f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model."
+                f"set_outer was given {unknown[0]!r}, which is not a trainable parameter of the"
+                " model."
             )
         self.history.counts.flights_dropped += rounds.drop_flights()
         rounds.reshard()
@@ -433,8 +440,8 @@ class StreamingDiLoCo:
 
     @takes_turns
     def group_mean(self) -> Turns[GroupMean]:
-        """Returns the mean of what the groups hold now, as `finish` would take it. Does not change
-        training.
+        """Returns the mean of the groups' current models, as `finish` would take it. Does not
+        change training.
 
         All ranks must call it. Until `has_landed`, evaluate this.
         """
@@ -460,9 +467,9 @@ class StreamingDiLoCo:
 
         After `finish` it reads them from the model; see `OuterView.keep_outer`.
 
-        Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the
-        parameters. On a route that does not share, it returns the mean of the groups, and until
-        `finish` all ranks must call it.
+        Collective within a worker group until `finish`, and also afterwards if ranks hold parts of
+        the parameters. On a route whose groups do not share, it returns the mean of the groups, and
+        until `finish` all ranks must call it.
         """
         mean = None
         if not (self.rounds.settings.shares or self._is_closed):
@@ -470,17 +477,17 @@ class StreamingDiLoCo:
         return self.rounds.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and
-        tensors on the host.
+        """Returns everything this rank needs to resume bit for bit: plain dicts, lists, numbers,
+        and tensors on the host.
 
-        It includes what is in flight, and extra state of modules as these return it. After `finish`
-        it is the state from before, from which a longer run continues. Taking it changes nothing.
-        On the CPU its tensors may be the engine's own: do not write to them.
+        It includes fragments in flight, and the modules' extra state as they return it. After
+        `finish` it is the state from before, from which a longer run continues. Calling this
+        changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
         """
         return {**(self._unfinished or self._state()), "local": self.rounds.view.local_values()}
 
     def _state(self) -> dict[str, Any]:
-        """Returns what `state_dict` does, without the local values."""
+        """Returns the same as `state_dict`, without the local values."""
         return {
             "counts": asdict(self.history.counts),
             "requests": self.rounds.requests.bits,
@@ -498,8 +505,8 @@ class StreamingDiLoCo:
         """Resumes from the state of an engine with the same settings, model and rank. All ranks
         must call it.
 
-        Settings that are ``"auto"`` take their numbers from the state. The state of another rank,
-        other fragments, or another outer optimizer is refused.
+        Settings that are ``"auto"`` take their numbers from the state. A state from another rank,
+        with different fragments, or with a different outer optimizer is refused.
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
@@ -509,7 +516,8 @@ class StreamingDiLoCo:
             self._require_no_site()
             rounds.cut(cut(self.model, settings).fragments, settings)
         rounds.load_records(state)
-        # First, because hooks of a module may restore parameters with its extra state.
+        # This comes first, because a module's hooks may restore parameters along with its extra
+        # state.
         load_extra_state(self.model, state["extra_state"])
         rounds.view.load_local(LocalValues(**state["local"]))
         rounds.inner.copies.load_state_dict(state)
@@ -519,13 +527,13 @@ class StreamingDiLoCo:
         rounds.requests.bits = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks
-        must call it.
+        """Saves everything a run needs to resume bit for bit, including fragments in flight. All
+        ranks must call it.
 
-        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters, or until
-        `has_landed` the mean of the groups. A folder beside it has a file for every rank: state of
-        engine and ``inner_optimizers``, local parameters, extra state of modules, and random
-        numbers.
+        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters or, until
+        `has_landed`, the mean of the groups' parameters. A folder next to it has a file for every
+        rank: the state of the engine and of ``inner_optimizers``, local parameters, the modules'
+        extra state, and the random state.
         """
         require_processes(self.topology)
         rounds = self.rounds
@@ -541,7 +549,7 @@ class StreamingDiLoCo:
         )
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Resumes where `save` was called; refused on all ranks if settings, ranks or files
+        """Resumes from where `save` was called; all ranks refuse if settings, ranks or files
         differ.
         """
         rounds = self.rounds
@@ -551,17 +559,18 @@ class StreamingDiLoCo:
 
     @takes_turns
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
-        """Cuts the model again after parameters were frozen, became trainable or were replaced. All
-        ranks must call it.
+        """Cuts the model again after parameters were frozen, made trainable or replaced. All ranks
+        must call it.
 
-        Lands what is in flight, and returns it. A newly frozen parameter takes its outer value, or
-        the mean of the groups if it never landed. A newly trainable one, another object under the
-        same name, or one of another shape starts from group 0's value without momentum. Rounds
-        restart, unless names and sizes are the same. Of reshaped parameters, gradients and the
-        state of inner optimizers are dropped.
+        Lands the fragments in flight, and returns the landings. A newly frozen parameter takes its
+        outer value, or the mean of the groups if it never landed. A parameter that is newly
+        trainable, is a different object under the same name, or has a different shape starts from
+        group 0's value without momentum. Rounds restart, unless names and sizes are the same.
+        Gradients and inner optimizer state of reshaped parameters are dropped.
 
         Args:
-            inner_optimizers: The optimizers of your loop, if you made others. Make them before.
+            inner_optimizers: The optimizers of your loop, if you have made new ones. Make them
+                before this call.
         """
         self._require_open("recut()")
         self._require_no_site()
@@ -585,30 +594,28 @@ class StreamingDiLoCo:
         if self.site is not None:
             raise ValueError(
                 "A site's fragments and settings are fixed by the run config: while it trains,"
-                " parameters cannot be frozen, become trainable or be replaced, and settings cannot"
-                " change. Found another run, from the outer model of this one."
+                " parameters cannot be frozen, made trainable or replaced, and settings cannot"
+                " change. Found a new run from this run's outer model."
             )
 
     def report(self) -> dict[str, float]:
-        """Returns what happened so far, and the numbers of outer step and landing.
+        """Returns the counts so far, and the numbers used for the outer step and landings.
 
-        ``flights_dropped`` counts flights lost when a run continued with other groups or settings.
-        ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and from other groups.
-        ``exposed_wait_s`` is the time training waited for fragments, and ``in_flight_s`` the time
-        these were in flight, added up.
+        ``flights_dropped`` counts flights lost when a run continued with different groups or
+        settings. ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and from other
+        groups. ``exposed_wait_s`` is the time training waited for fragments, and ``in_flight_s``
+        the total time that fragments were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 
 
 def _require_no_warmup(state: Mapping[str, Any]) -> None:
-    """Refuses the state of an earlier version that was saved while groups averaged their
-    gradients.
-    """
+    """Refuses a state that an earlier version saved while groups were averaging their gradients."""
     steps = state["counts"]["inner_steps"]
     warmup_steps = state.get("warmup_steps", 0)
     if steps < warmup_steps:
         raise ValueError(
             f"This state was saved after {steps} inner steps, inside a warm-up of {warmup_steps},"
-            " which this version no longer has. Train to its end with the version that saved it, or"
-            " restart from the outer parameters (in Lightning with resume='restart')."
+            " which this version no longer has. Train to the warm-up's end with the version that"
+            " saved it, or restart from the outer parameters (in Lightning with resume='restart')."
         )

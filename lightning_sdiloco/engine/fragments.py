@@ -286,7 +286,7 @@ class Arrival(NamedTuple):
 
 
 class FragmentState:
-    """Holds all that a rank remembers of one fragment; see [Note: fragment tensors]."""
+    """Holds everything a rank remembers about one fragment; see [Note: fragment tensors]."""
 
     def __init__(
         self,
@@ -331,7 +331,9 @@ class FragmentState:
         self.untrained.let_go()
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads all that a flight carries. From here on the group's inner steps count from zero."""
+        """Reads everything that a flight carries. From here on, the group's inner steps count from
+        zero.
+        """
         launch = self.read(step, deadline, purpose, requests)
         self.untrained.launched()
         self.weight = 0

@@ -1,4 +1,4 @@
-"""What is measured of inner steps, links and flights, and how far the groups agree."""
+"""Measurements of inner steps, links and flights, and of how closely the groups agree."""
 
 import math
 from collections import deque
@@ -22,10 +22,10 @@ _MOMENTUM_NAMES = ("momentum_buffer", "exp_avg")
 
 
 class StepClock:
-    """Measures how long this rank trains for an inner step.
+    """Measures how long this rank trains per inner step.
 
-    It measures from the end of one call of the engine to the start of the next, so that it leaves
-    out what the engine itself waits for. The median leaves out pauses, as for a validation.
+    It measures from the end of one engine call to the start of the next, so it excludes the time
+    the engine itself spends waiting. The median excludes pauses, such as validations.
 
     Args:
         seconds: The time to report instead of the measured one.

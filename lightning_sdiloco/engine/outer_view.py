@@ -76,7 +76,7 @@ class OuterView:
 
     @property
     def is_shown(self) -> bool:
-        """True while the model shows other values than the local ones, which are put aside."""
+        """True while the model shows values other than the local ones, which are set aside."""
         return self._stash is not None
 
     @property

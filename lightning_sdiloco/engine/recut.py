@@ -172,7 +172,9 @@ def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topolo
 def cut_again(
     cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model again after what is trainable has changed. All ranks must call it."""
+    """Cuts a model again after its set of trainable parameters has changed. All ranks
+    must call it.
+    """
     for fragment in fragments:
         if any(map(is_sharded, fragment.layout.parameters)):
             raise ValueError(

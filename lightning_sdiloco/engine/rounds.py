@@ -443,7 +443,7 @@ class Rounds:
         return len(due)
 
     def _launched(self, index: int, step: int) -> Launch:
-        """Reads all that the flight of a fragment carries in a round."""
+        """Reads everything that a fragment's flight carries in a round."""
         launch = self.fragments[index].launch(
             step, self._deadline(), Purpose.ROUND, self.requests.take()
         )

@@ -204,8 +204,8 @@ class CutModel:
             if parameter.device not in devices:
                 raise ValueError(
                     f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine trains"
-                    f" the model on {str(next(iter(devices)))!r}. Make new layers there, with"
-                    " .to(device), and move the model before training only."
+                    f" the model on {str(next(iter(devices)))!r}. Create new layers on that device,"
+                    " with .to(device), and move the model only before training."
                 )
 
 

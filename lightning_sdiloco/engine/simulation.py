@@ -89,7 +89,7 @@ class SimulatedGroups:
     def step(
         self, *, trained: Sequence[int] = (), idle: Collection[int] = ()
     ) -> list[list[Landing]]:
-        """Counts an inner step of every group: launches all that is due, then lands all that is
+        """Counts an inner step of every group: makes all due launches, then all landings that are
         due.
 
         Args:

@@ -1,9 +1,9 @@
-"""Sites that come and go: separately launched jobs, joined through a hub.
+"""Sites that come and go: separately launched jobs connected through a hub.
 
-The rules (`run_config`, `messages`, `quorum`, `ledger` of the hub, `follower` of a site) know no
-network, clock, file or tensor: in come messages, digests and the time, out come records, answers
-and decisions. The hub makes them durable (`store`), decides (`coordinator`) and serves (`server`,
-`keys`). A site, which is launched by its `Federation`, is a loop of the engine (`site`) over a
-connection (`remote`, or in memory). gRPC and cryptography are the extra ``federated``: without them
-all can be imported, and a hub or a connection says what to install.
+The rules (`run_config`, `messages`, `quorum`, `ledger` of the hub, `follower` of a site) use no
+network, clock, file or tensor: they take messages, digests and the time, and return records,
+answers and decisions. The hub makes these durable (`store`), decides (`coordinator`) and serves
+(`server`, `keys`). A site, launched by its `Federation`, is an engine loop (`site`) over a
+connection (`remote`, or in memory). gRPC and cryptography come with the ``federated`` extra:
+without it everything can be imported, and a hub or a connection says what to install.
 """

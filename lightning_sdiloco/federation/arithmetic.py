@@ -1,10 +1,10 @@
-"""The arithmetic of a site: it encodes its outer gradient, and computes new outer parameters from
-the contributions that a record counts.
+"""A site's arithmetic: it encodes the outer gradient, and computes new outer parameters from the
+contributions that a record counts.
 
-It is the fixed world's: the same compression, weights, mean and outer step, in the order of the
-record. So a federation in which no site is ever late is bit-identical to the fixed world. A site
-sends float32 for a last round, and the record of that round takes the plain mean, as the final
-exchange does there; see [Note: the last round].
+It is the same as the fixed world's: the same compression, weights, mean and outer step, in the
+record's order. So a federation in which no site is ever late is bit-identical to the fixed world.
+For a last round, a site sends float32, and that round's record takes the plain mean, like the final
+exchange of a fixed world; see [Note: the last round].
 """
 
 import ctypes
@@ -81,12 +81,13 @@ class Stepped(NamedTuple):
     """The effect of a record on the outer parameters.
 
     Attributes:
-        before: Their digest without it.
-        after: Their digest with it.
-        outer: The new ones, gathered over the ranks.
-        moved: The values that it has added to them, gathered.
-        arrival: The arrival that lands, in so far as this site has a flight in that round.
-        direction: How this site's contribution points beside the others; None if it has none there.
+        before: Digest of the outer parameters before the record.
+        after: Digest of the outer parameters after the record.
+        outer: The new outer parameters, gathered over the ranks.
+        moved: The values that the record added to them, gathered.
+        arrival: The arrival that lands, if this site has a flight in that round.
+        direction: The direction of this site's contribution relative to the others; None without
+            one.
     """
 
     before: int
@@ -98,7 +99,9 @@ class Stepped(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A payload that a rank fetches: its source in the record, and the rank there that sent it."""
+    """A payload that a rank fetches: its source in the record, and the sending rank
+    at that source.
+    """
 
     source: int
     place: int
@@ -106,7 +109,7 @@ class Fetch(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The payloads of a site, or of the hub, by rank and on the host, and how to decode them."""
+    """The payloads of a site or the hub, by rank and on the host, and how to decode them."""
 
     ranks: int
     is_exact: bool
@@ -116,16 +119,16 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True)
 class _Average:
-    """The mean of a record, with all that went into it.
+    """The mean of a record, with everything that went into it.
 
     Attributes:
         values: The outer parameters that it moves.
         mean: The mean; the outer step overwrites it.
         norm: The norm of the mean, over all ranks.
         controls: The control vectors of the contributions, in the record's order.
-        count: Which of them count, and with which factors.
+        count: Which contributions count, and with which factors.
         sources: The payloads that were averaged.
-        span: The time that it took.
+        span: The time it took.
     """
 
     values: Tensor
@@ -160,7 +163,7 @@ class SiteArithmetic:
         self._fragments = rounds.fragments
         self._schedule = rounds.schedule
         settings = rounds.settings
-        # All work is done in the first stage of the background, whose communicator this is.
+        # All work is done in the first background stage, which owns this communicator.
         self._site = topology.stages[0]
         self._rank = topology.group_rank
         self._ranks = topology.group_size
@@ -177,8 +180,8 @@ class SiteArithmetic:
     # Line 7: the outer gradient becomes payloads
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
-        """Encodes the outer gradient of a launch. An exact payload leaves nothing out, and changes
-        nothing of the memory of what earlier ones have left out.
+        """Encodes the outer gradient of a launch. An exact payload leaves nothing out, and does not
+        change the memory of what earlier payloads left out.
         """
         fragment = self._fragments[launch.fragment]
         memory = fragment.load(fragment.memory)
@@ -199,11 +202,11 @@ class SiteArithmetic:
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
     def _described(self, launch: Launch, begun: Contribution, payload: Payload) -> Contribution:
-        """Completes a contribution with the payloads of all ranks, and what the hub and the sites
-        judge it by. In-group collective.
+        """Completes a contribution with all ranks' payloads and the values by which the hub and the
+        sites judge it. In-group collective.
         """
         norm = norm_squared(launch.gradient)
-        # A norm that is not finite does not decide: it may overflow where every value is finite.
+        # A non-finite norm does not decide, because it may overflow even if every value is finite.
         is_finite = isfinite(norm) or bool(launch.gradient.isfinite().all())
         shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
         # A norm that overflows is reported as the largest number, for the guard.
@@ -232,8 +235,8 @@ class SiteArithmetic:
         launch: Launch | None,
         encoded: Encoded | None,
     ) -> Stepped:
-        """Applies a record to an outer state; ``launch`` is that of this site in that round, and
-        ``encoded`` what it has sent.
+        """Applies a record to an outer state; ``launch`` is this site's launch in that round, and
+        ``encoded`` its payload.
         """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
@@ -280,8 +283,8 @@ class SiteArithmetic:
         launch: Launch | None,
         encoded: Encoded | None,
     ) -> Direction | None:
-        """Returns how this site's contribution points beside the others that count. In-group
-        collective.
+        """Returns the direction of this site's contribution relative to the others that count.
+        In-group collective.
         """
         if launch is None or encoded is None or record.final:
             return None
@@ -296,7 +299,7 @@ class SiteArithmetic:
         return direction_in_mean(part_squared, product, mean_squared, norms.pop(index), norms)
 
     def _decoded(self, launch: Launch, encoded: Encoded, like: Tensor) -> Tensor:
-        """Decodes what this rank has sent, as the others do."""
+        """Decodes this rank's payload, as the other sites do."""
         all_reduce = self._exact_all_reduce
         if not encoded.sent.exact:
             all_reduce = self._rounding(launch.fragment, encoded.sent.round, launch.choice)
@@ -313,7 +316,7 @@ class SiteArithmetic:
         controls = [_control_of(contribution) for contribution in record.counted]
         count = plain(controls) if record.final else self._weighing.count(controls, None)
         sources = self._received(record, blobs)
-        # A mean of the hub is one payload, which is taken as it is.
+        # The hub's mean is one payload, which is used unchanged.
         mean_count = Count({0: 1.0}) if record.mean else count
         mean = self._mean(fragment.layout, sources, mean_count, values)
         span = span_from(began, values.device)
@@ -325,8 +328,8 @@ class SiteArithmetic:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Source]:
-        """Returns the payloads that this rank needs: from a site with as many ranks, those of the
-        same rank, and from any other site all of them. In-group collective.
+        """Returns the payloads that this rank needs: the same rank's from a site with as many
+        ranks, and all payloads from any other site. In-group collective.
         """
         sources = self._sources(record)
         for source, place, payload in fetched_by(self._rank, self._ranks, record):
@@ -341,10 +344,10 @@ class SiteArithmetic:
         return sources
 
     def _sources(self, record: Record) -> list[_Source]:
-        """Returns the sources of a record, whose payloads are still missing."""
+        """Returns a record's sources, with payloads still missing."""
         are_exact = [contribution.exact for contribution in record.counted]
         if record.mean:
-            # The hub's mean takes the place of all contributions.
+            # The hub's mean replaces all contributions.
             are_exact = [record.final]
         rounding = self._rounding(record.fragment, record.round)
         sources = []
@@ -354,7 +357,7 @@ class SiteArithmetic:
         return sources
 
     def _pass_on(self, sources: Sequence[_Source], fetches: Sequence[Sequence[Fetch]]) -> None:
-        """Gives all ranks the payloads that each of them has fetched. In-group collective."""
+        """Gives all ranks the payloads that each rank has fetched. In-group collective."""
         flat = torch.zeros(max(map(_nbytes, fetches)), dtype=torch.uint8)
         fetched = [sources[source].payloads[place] for source, place, _ in fetches[self._rank]]
         if fetched:
@@ -382,7 +385,7 @@ class SiteArithmetic:
     def _mean_of_unlike(
         self, layout: FragmentLayout, sources: Sequence[_Source], count: Count, like: Tensor
     ) -> Tensor:
-        """Returns the mean of sites with other numbers of ranks, or other codes."""
+        """Returns the mean of sites with different numbers of ranks, or different codes."""
         codes = [source.all_reduce.compression for source in sources]
         decoded = [
             self._stretch(layout, source, code.decode, like)
@@ -403,7 +406,9 @@ class SiteArithmetic:
         read: Callable[[Tensor, Tensor], None],
         like: Tensor,
     ) -> Tensor:
-        """Returns what ``read`` finds for this rank's shard in the shards of another cut."""
+        """Returns the values that ``read`` finds for this rank's shard in differently
+        cut shards.
+        """
         stretch = torch.zeros_like(like)
         position = 0
         for place, length in enumerate(layout.shard_lengths(source.ranks)):
@@ -418,7 +423,7 @@ class SiteArithmetic:
             position += length
         return stretch
 
-    # Untrained state, which travels behind the values of rank 0
+    # Untrained state, which travels after rank 0's values
 
     def _untrained(
         self,
@@ -427,7 +432,7 @@ class SiteArithmetic:
         sources: Sequence[_Source],
         encoded: Encoded | None,
     ) -> Arrived:
-        """Returns the new untrained state of a fragment, from what counted sites have sent of it.
+        """Returns a fragment's new untrained state, from the bytes that counted sites sent.
         In-group collective.
         """
         state = fragment.untrained
@@ -460,7 +465,7 @@ class SiteArithmetic:
         sent: Mapping[int, dict[str, Tensor]],
         encoded: Encoded | None,
     ) -> Arrived:
-        """Agrees on travelling tensors at rank 0, which has what was sent. In-group collective."""
+        """Agrees on travelling tensors at rank 0, which has the sent bytes. In-group collective."""
         state = fragment.untrained
         nbytes = arrived_bytes(state, travelling)
         flat = torch.empty(nbytes, dtype=torch.uint8, device=fragment.storage.device)
@@ -473,12 +478,12 @@ class SiteArithmetic:
     def _sent(
         self, fragment: FragmentState, record: Record, sources: Sequence[_Source]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes that counted sites, or the hub, sent of untrained state, by tensor and
+        """Returns the untrained state that counted sites, or the hub, sent, as bytes by tensor and
         sender.
         """
         travels = len(fragment.untrained.outer)
         sent = dict[int, dict[str, Tensor]]()
-        # The hub has left these out of its mean.
+        # The hub left these out of its mean.
         without_buffers = set[str]() if record.mean else record.without_buffers
         for contribution, source in zip(record.counted, sources, strict=False):
             if contribution.site in without_buffers:
@@ -512,9 +517,7 @@ class SiteArithmetic:
 
 
 def weighing_of(settings: Settings) -> Weighing:
-    """Returns how contributions count among those that the hub's guard has let through; it has no
-    state.
-    """
+    """Returns how contributions count among those that passed the hub's guard; it has no state."""
     return settings.weighing or Aggregation(settings.outer.clip_norm)
 
 
@@ -526,8 +529,8 @@ def landed_rows(
     rule: LandingRule,
     ranks: Communicator,
 ) -> list[Tensor]:
-    """Returns what a landing rule asks for of a launch and the outer parameters ``after`` it, of
-    which ``gathered`` is known. In-group collective.
+    """Returns the values that a landing rule requests of a launch and of the outer parameters
+    ``after`` it, given ``gathered``. In-group collective.
     """
     rows = []
     for row in rule.gathered(launch.gradient, launch.outer, after):
@@ -549,7 +552,7 @@ def _control_of(contribution: Contribution) -> Control:
 
 
 def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
-    """Returns the record of a fragment after a landing."""
+    """Returns a fragment's record after a landing."""
     memory = None
     tuning = None
     if encoded is not None:
@@ -601,12 +604,12 @@ def to_bytes(values: Tensor) -> bytes:
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
-# Values of the self-test: no multiple of a block, so that padding is tested, too.
+# Values for the self-test: not a multiple of a block, so that padding is also tested.
 _TESTED = 4099
 
 
 def _tested_values(seed: int) -> Tensor:
-    # No random numbers: torch's differ between processors.
+    # Not random numbers, because torch's differ between processors.
     numbers = torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001
     return numbers.to(torch.float32) / 997
 

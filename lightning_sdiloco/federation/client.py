@@ -1,5 +1,5 @@
-"""A site's ways to its hub: over gRPC, where calls fail soon if the hub is gone and find it again,
-and in memory.
+"""A site's connections to its hub: over gRPC, where calls fail quickly if the hub is gone and
+reconnect when it returns, and in memory.
 """
 
 import itertools
@@ -47,24 +47,24 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-# Bytes per second below which a blob is given up in the end: half of 1 Mbit/s.
+# Bytes per second below which a blob is eventually given up: half of 1 Mbit/s.
 LEAST_RATE = 64 << 10
-PATIENCE = 30.0  # seconds without any progress after which a connection is given up
-_SILENT_HEARTBEATS = 4  # missing heartbeats of the hub after which it counts as gone
-_LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
-_PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
+PATIENCE = 30.0  # seconds without progress after which a connection is given up
+_SILENT_HEARTBEATS = 4  # missed hub heartbeats after which the hub counts as gone
+_LONGEST_PAUSE = 2.0  # seconds: a recovered link is noticed at the next attempt
+_PAUSE = 0.2  # seconds before a blob is retried, doubled each time nothing moved
 _STUCK = 4
-# Seconds that a call may take which makes the connection first.
+# Seconds that a call may take if it must first connect.
 _CONNECTING = LONGEST_CONNECTING_MS / 1000 + 8.0
 LIMIT_OF_DISTANCE = "is the round trip to the hub longer than 6 s? that is the limit"
 _THREADS = 128
 
-# The bandwidth to a hub is measured with pings: so many at a time on a connection, of so many bytes
-# each, until it is busy.
+# The bandwidth to a hub is measured with pings: this many at a time on a connection, of this many
+# bytes each, until it is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
-_NOISE = random.Random(0).randbytes(CHUNK)  # nothing on the way can compress it
+_NOISE = random.Random(0).randbytes(CHUNK)  # nothing in between can compress it
 
 if TYPE_CHECKING:
     from lightning_sdiloco.federation.coordinator import Coordinator
@@ -79,7 +79,7 @@ AnyLink = Any
 
 
 class EventListener(Protocol):
-    """The connection that a site's events are for, with what it says to the hub."""
+    """The connection that receives a site's events, with its messages to the hub."""
 
     hello_header: Header
     heartbeat_header: Header
@@ -100,12 +100,12 @@ class HubInMemory(Protocol):
 
 
 class _Attempt:
-    """One attempt to move a blob, in parts that several threads move.
+    """One attempt to transfer a blob, in parts that several threads transfer.
 
     Attributes:
-        timeout: Seconds that it may take.
+        timeout: The most seconds that it may take.
         calls: Its calls, which are cancelled when it ends.
-        progress: Grows whenever some bytes have moved.
+        progress: Grows whenever bytes have moved.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -135,9 +135,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """Connects to a hub: one connection for calls and events, and some over which the parts of
-    blobs travel.
-    """
+    """Connects to a hub: one connection for calls and events, and several for the parts of blobs."""
 
     def __init__(
         self,
@@ -147,7 +145,7 @@ class HubClient:
         keys: str | Path | None = None,
         insecure: bool = False,
         role: Role = "site",
-        channels: int = 8,  # where packets are lost, they carry five times as much as one
+        channels: int = 8,  # with packet loss, they carry five times as much as one connection
         timeout: float = 10.0,
         heartbeat: float = 1.0,
         incarnation: str = "",
@@ -162,7 +160,7 @@ class HubClient:
             self.identity = bundle.identity._replace(run=run)
         else:
             warnings.warn(
-                f"Anyone on the way can read and change what goes to hub {hub} (insecure=True).",
+                f"Anyone in between can read and change the traffic to hub {hub} (insecure=True).",
                 stacklevel=2,
             )
         self.incarnation = incarnation or secrets.token_hex(8)
@@ -176,7 +174,7 @@ class HubClient:
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
         self.away: str | None = None  # why the hub counts as gone
-        self._epoch = 0  # the latest of a hub of this run
+        self._epoch = 0  # the latest epoch of a hub of this run
         self._listening = False
         self._listener: threading.Thread | None = None
         self._closed = threading.Event()
@@ -208,7 +206,7 @@ class HubClient:
         return self._from_any(lambda: self._fetched(key, size))
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
-        """Fetches blobs in one stream, which costs the hub about as much as one of them."""
+        """Fetches blobs in one stream, which costs the hub about as much as a single blob."""
         size = sum(payload.size for payload in wanted)
         keys = b"".join(bytes.fromhex(payload.key) for payload in wanted)
         message = pack(self._header(), keys)
@@ -220,7 +218,10 @@ class HubClient:
             blobs[payload.key] = stream[position:end]
             position = end
             if key_of(blobs[payload.key]) != payload.key:
-                raise Altered(f"the hub sent other bytes than those with digest {payload.key}.")
+                raise Altered(
+                    f"the bytes that the hub sent do not match digest {payload.key}:"
+                    " they have been altered."
+                )
         return blobs
 
     def _joined(self, message: bytes, size: int) -> bytearray:
@@ -243,7 +244,7 @@ class HubClient:
     def events(
         self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict
     ) -> Iterator[Event]:
-        """Yields the events of the hub until the client is closed; "lost" whenever a connection
+        """Yields the hub's events until the client is closed, and "lost" whenever a connection
         fails.
         """
         failures = 0
@@ -266,7 +267,7 @@ class HubClient:
                 if self._closed.is_set():
                     return
                 # Calls that wait for the hub end at once, and connections are made again; but a hub
-                # that lacks something can be reached.
+                # that merely lacks something is still reachable.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
@@ -275,12 +276,12 @@ class HubClient:
                 failures = min(failures + 1, 10)
         finally:
             self._listening = False
-            # Nothing would notice that the hub is back.
+            # Otherwise nothing would notice that the hub is back.
             self.away = None
 
     def round_trip(self) -> float:
-        """Returns how many seconds a small call takes: the median of several, by the clock of this
-        end alone.
+        """Returns how many seconds a small call takes: the median of several calls, by this end's
+        clock.
         """
         message = pack(self._header() | {"call": "ping"})
         seconds = []
@@ -292,7 +293,7 @@ class HubClient:
         return statistics.median(seconds)
 
     def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
-        """Returns the bits per second in a direction, over all connections for blobs together."""
+        """Returns the bits per second in one direction, summed over all blob connections."""
         message = self._ping(0, 0)
         connecting = [
             partial(self._answer, message, channel, _CONNECTING) for channel in self._channels[1:]
@@ -306,8 +307,8 @@ class HubClient:
         return self._burst(up, at_once, size, most, time.perf_counter() + seconds)
 
     def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
-        """Pings over all connections, several times at once on each, until a time or for so many
-        bytes; returns the bits per second.
+        """Pings over all connections, with several concurrent pings on each, until a time or a
+        number of bytes; returns the bits per second.
         """
         message = self._ping(size if up else 0, 0 if up else size)
         moments = list[float]()
@@ -368,7 +369,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before another try, or until an event is set; returns whether to try again."""
+        """Waits before the next attempt, or until an event is set; returns whether to try again."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -396,7 +397,7 @@ class HubClient:
         def remaining(parts: _Parts) -> _Parts | None:
             if any(answer.get("stored") is True for answer in answers):
                 return None
-            # A call without a part asks which parts have arrived; while others are on their way,
+            # A call without a part asks which parts have arrived; while other parts are in transit,
             # the answers are of no use.
             missing = answers[-1].get("missing") if answers and parts == [[0, 0]] else []
             answers.clear()
@@ -411,7 +412,7 @@ class HubClient:
     ) -> Iterator[bytes]:
         yield pack(header | {"start": start})
         for position in range(start, len(blob), CHUNK):
-            # gRPC takes the first piece even if nothing gets through.
+            # gRPC accepts the first piece even if nothing gets through.
             if position > start:
                 attempt.progress += 1
             yield bytes(blob[position : position + CHUNK])
@@ -444,7 +445,9 @@ class HubClient:
 
         self._move([[0, size]], size, fetch, remaining)
         if key_of(blob) != key:
-            raise Altered(f"the hub sent other bytes than those with digest {key}.")
+            raise Altered(
+                f"the bytes that the hub sent do not match digest {key}: they have been altered."
+            )
         return blob
 
     def _size_of(self, call: Extra) -> int:
@@ -457,8 +460,8 @@ class HubClient:
         move: Callable[[_Attempt, Channel, list[int]], None],
         remaining: Callable[[_Parts], _Parts | None],
     ) -> None:
-        """Moves the parts of a blob over all connections, and tries again with those that are
-        missing, if all errors are of the network.
+        """Transfers a blob's parts over all connections, and retries the missing parts if all
+        errors are network errors.
         """
         deadline = time.monotonic() + PATIENCE + size / LEAST_RATE
         has_moved = False
@@ -476,7 +479,7 @@ class HubClient:
             for error in errors:
                 if not isinstance(error, HubUnreachable):
                     raise error
-            # After a connection was there and broke, the next is there in some seconds, or the hub
+            # After a working connection broke, the next one is made within seconds, or the hub
             # is gone.
             has_moved = has_moved or attempt.progress > 0
             stuck = 0 if attempt.progress else stuck + 1
@@ -486,8 +489,8 @@ class HubClient:
                 self._closed.wait(backoff(stuck, _PAUSE))
 
     def _cut(self, missing: _Parts) -> _Parts:
-        """Cuts what is missing of a blob so that every connection gets as much. If nothing is
-        missing, one part is empty.
+        """Divides a blob's missing bytes equally among the connections. If nothing is missing, one
+        part is empty.
         """
         total = sum(end - start for start, end in missing)
         size = max(CHUNK, -(-total // (len(self._channels) - 1)))
@@ -514,7 +517,7 @@ class HubClient:
     def _at_once(
         self, tasks: Sequence[Callable[[], object]], progress: Callable[[], int]
     ) -> list[Failure]:
-        """Runs tasks that wait for calls at the same time; returns the failures."""
+        """Runs tasks that wait for calls concurrently; returns the failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[object]] = set(futures)
         before = progress()
@@ -543,9 +546,7 @@ class HubClient:
         return header
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks at each address until one answers; while `events` runs, it knows where the hub
-        is.
-        """
+        """Tries each address until one answers; while `events` runs, it knows the hub's address."""
         for _ in self._hubs[1:]:
             try:
                 return ask()
@@ -566,10 +567,10 @@ class HubClient:
             raise self._error(error) from error
 
     def _unpacked(self, message: bytes) -> tuple[Header, bytes]:
-        """Returns header and body of an answer, which must not be of an earlier hub."""
+        """Returns an answer's header and body; the answer must not be from an earlier hub."""
         header, body = unpack(message)
         epoch = header.pop("epoch", 0)
-        # Hubs of earlier versions have none.
+        # Hubs of earlier versions have no epoch.
         if isinstance(epoch, int) and epoch:
             if epoch < self._epoch:
                 raise HubUnreachable(
@@ -641,7 +642,7 @@ class HubClient:
         over = threading.Event()
         lock = threading.Lock()
         patience = min(self._timeout, patience)
-        # Since when the hub has been silent; None while its last message is being handled.
+        # When the hub fell silent; None while its last message is being handled.
         silent_since: float | None = None
 
         def is_silent() -> bool:
@@ -650,8 +651,8 @@ class HubClient:
         def requests() -> Iterator[bytes]:
             nonlocal silent_since
             yield pack(self._header(hello))
-            # gRPC takes the next message when this one has left. How long a connection may take to
-            # be made is gRPC's decision.
+            # gRPC takes the next message when this one has left. gRPC also decides how long
+            # connecting may take.
             with lock:
                 silent_since = silent_since and time.monotonic()
             while not over.wait(self._heartbeat):
@@ -690,7 +691,7 @@ def _raise_first(errors: Sequence[Failure]) -> None:
 
 
 class _Way:
-    """One direction of a link, on which messages arrive in order; without a link they arrive at
+    """One direction of a link, on which messages arrive in order; without a link, they arrive at
     once.
     """
 
@@ -700,12 +701,12 @@ class _Way:
         self._free_at = 0.0
 
     def carry(self, nbytes: int, arrive: Callable[[], Answer]) -> Answer | None:
-        """Calls ``arrive`` when so many bytes have arrived; returns its result if that is now."""
+        """Calls ``arrive`` when this many bytes have arrived; returns its result if that is now."""
         if self._link is None:
             return arrive()
 
         def try_to_arrive() -> None:
-            # It is sent again when the site is back.
+            # It is resent when the site is back.
             with suppress(HubError, Refused):
                 arrive()
 
@@ -728,8 +729,8 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and nothing is late, except for what
-    a link carries.
+    """A site's connection to a hub in this process: nothing is lost, and nothing is late except
+    over a link.
     """
 
     def __init__(
@@ -746,7 +747,7 @@ class InProcessClient:
         self._peer = Peer("site", site, self.incarnation)
         self._up = _Way(link, link.delay if link else 0.0)
         self._down = _Way(link)
-        # `listen` sets it, before anything is said.
+        # `listen` sets it before any message is sent.
         self._connection: EventListener
         self._is_over = False
 
@@ -765,7 +766,7 @@ class InProcessClient:
                 self._connect()
             return {}, b""
         if name in ("contribute", "give"):
-            # They name payloads and states, and so arrive after these.
+            # They name payloads and states, and so arrive after them.
             return self._up.carry(0, arrives) or ({}, b"")
         return arrives()
 
@@ -791,7 +792,7 @@ class InProcessClient:
         return _Inline()
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits for nothing: what could not be sent now is sent after the next hello."""
+        """Does not wait: messages that could not be sent are sent after the next hello."""
         return False
 
     def listen(self, connection: EventListener) -> None:
@@ -814,7 +815,7 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: AnyLink, interval: float) -> None:
-        """Sends heartbeats at intervals, as the network threads of a site do while it trains."""
+        """Sends heartbeats at intervals, as a site's network threads do while it trains."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
@@ -838,7 +839,7 @@ class InProcessClient:
         self._down.carry(nbytes, partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Sends a heartbeat, and lets the hub do what is due."""
+        """Sends a heartbeat, and lets the hub do its due work."""
         if not self.is_connected:
             return
         try:

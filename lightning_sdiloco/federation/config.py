@@ -1,6 +1,4 @@
-"""A user's settings of a federation: its hub, the terms of its founding, and how a site joins
-it.
-"""
+"""A user's settings for a federation: its hub, its founding terms, and how a site joins it."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -49,33 +47,34 @@ class Federation:
 
     Args:
         run: The name of the run.
-        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted
+        hub: Address and port of the hub; several, as in "a:29400,b:29400", if it may be restarted
             elsewhere. None: the hub starts itself on the first host that the launcher names.
         site: The name of this site. None, if the hub starts itself: the name of this host.
-        keys: Its bundle of keys, or the folder of ``sdiloco keys init``. None, if the hub starts
-            itself: keys in its folder, which all hosts must see.
-        insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
-        lease: Seconds for which a round waits for a site that sends no heartbeat.
-        grace: Seconds for which a round remains open after its first contribution; training waits
-            for a landing for at most a second less. ``"auto"``: ten seconds, and training never
-            waits.
+        keys: The site's bundle of keys, or the folder made by ``sdiloco keys init``. None, if the
+            hub starts itself: keys in the hub's folder, which all hosts must see.
+        insecure: Connect without TLS, to a hub that also runs without TLS, instead of using
+            ``keys``.
+        lease: Seconds that a round waits for a site that sends no heartbeat.
+        grace: Seconds that a round remains open after its first contribution; training waits for a
+            landing for at most one second less. ``"auto"``: ten seconds, and training never waits.
         quorum: The fewest sites that a round needs; it waits for the others until the grace is
-            over. Or a `Quorum`, such as `DynamicBackup`, that decides which sites to wait for.
+            over. Alternatively, a `Quorum`, such as `DynamicBackup`, that decides which sites to
+            wait for.
         late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it
             never counts, and local and outer parameters are mixed as usual; if the next one is also
             late, it is carried. ``"carry"``: it remains in the local parameters and counts in a
             later round. Each site chooses for itself.
-        patience: Seconds for which the site waits for the hub before it trains, and trains without
-            it, before it gives up.
-        rounds: The rounds of every fragment after which the run ends; None: it ends when its sites
-            do.
-        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub,
+        patience: Seconds that the site waits for the hub before training, or trains without it,
+            before giving up.
+        rounds: Number of rounds of every fragment after which the run ends; None: it ends when its
+            sites do.
+        mean: Where contributions are averaged. ``"sites"``: at each site. ``"hub"``: at the hub,
             which sends all sites the same mean, encoded once more, so a site fetches the same
             amount however many sites there are.
         sites: The number of hosts that found the run, if the hub starts itself; with a ``hub``, it
-            does so at that address. None: the number that the launcher gives, or with a ``hub``,
-            one that an operator has started.
-        folder: The folder of ledger, payloads and keys of a hub that starts itself. None:
+            does so at that address. None: the number that the launcher gives, or, with a ``hub``,
+            an operator has started the hub.
+        folder: The folder for the ledger, payloads and keys of a hub that starts itself. None:
             ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
 
     Raises:
@@ -162,7 +161,7 @@ class Federation:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 f"{argument}={name!r} is not a name: it must have letters, digits, and '.', '_' or"
-                f" '-' between them. Choose another {argument}."
+                f" '-' between them. Choose a different {argument}."
             )
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
@@ -172,7 +171,8 @@ class Federation:
             if name not in ("late", "mean"):
                 fault = fault_of(value, name in ("rounds", "sites"))
             raise ValueError(
-                f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}."
+                f"{name}={value!r} is {fault}: it must be {rule}. Choose a different {name};"
+                f" {advice}."
             )
 
     @property
@@ -190,7 +190,7 @@ class Federation:
         return replace(self, hub=place.hub, sites=place.sites, site=self.site or place.host)
 
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-        """Connects one of a site's ``ranks`` to the hub; all have the same incarnation."""
+        """Connects one of a site's ``ranks`` to the hub; all ranks have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
             str(self.hub),
@@ -204,7 +204,7 @@ class Federation:
         return HubConnection(client, rank, ranks, self.patience, self.lease)
 
     def check(self, settings: Settings) -> None:
-        """Refuses settings of a training that do not work with a federation."""
+        """Refuses training settings that do not work with a federation."""
 
         def refuse(name: str, is_refused: bool, why: str) -> None:
             if is_refused:
@@ -261,7 +261,7 @@ class Federation:
         if topology.num_groups > 1:
             raise ValueError(
                 f"worker_groups={topology.num_groups} does not work with a federation: a site is"
-                " one worker group. Leave it out, and start the others as their own sites."
+                " one worker group. Leave it out, and start every other group as its own site."
             )
         if self.mean == "hub" and any(map(_is_sharded, rounds.fragments)):
             raise ValueError(
@@ -277,7 +277,7 @@ class Federation:
             run_config, terms = connection.agree(ours)
             for patch in self._amended(ours, run_config, terms).require_same(run_config):
                 _log.warning(
-                    "%s. Both compute the same from known values, so this site joins.", patch
+                    "%s. Both give the same results on known values, so this site joins.", patch
                 )
         except Exception:
             connection.hub.leave()

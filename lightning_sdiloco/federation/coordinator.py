@@ -114,7 +114,7 @@ class SiteStatistics:
 
 
 class Coordinator:
-    """Serves one run. All methods may be called from several threads."""
+    """Serves one run. All methods may be called from several threads concurrently."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Coordinator:
         return self.terms
 
     def _missing(self, applied: Sequence[Position], kept_from: Sequence[int]) -> Iterator[bytes]:
-        """Yields the records that a site lacks, one by one, as fast as it takes them."""
+        """Yields the records that a site lacks, one by one, as fast as the site takes them."""
         # By fragment: the number of the first record that the site lacks.
         numbers = {}
         for fragment, position in enumerate(applied):
@@ -711,7 +711,9 @@ class Coordinator:
             ledger = self.ledger
             self.journal.note({"ending": b"1"})
             ledger.end()
-            log.warning("an operator ends the run: open rounds close, then comes the last round")
+            log.warning(
+                "an operator is ending the run: open rounds close, followed by the last round"
+            )
             self._call()
         self._wake()
 
@@ -772,7 +774,7 @@ class Coordinator:
             )
             self._notify(event_of(Welcomed(welcome, ledger.snapshots.best)))
             log.warning(
-                "an operator has rolled the run back to round %d: %d records are left", round, count
+                "an operator has rolled the run back to round %d: %d records remain", round, count
             )
         self._wake()
         return count
@@ -858,7 +860,7 @@ class Coordinator:
                 self._ledger.resume(self._clock())
 
     def tick(self) -> float:
-        """Closes the rounds that are due, and looks after states, snapshots and the store."""
+        """Closes due rounds, and maintains states, snapshots and the store."""
         seconds = self._tick()
         self._average()
         return seconds
@@ -1018,8 +1020,8 @@ def _founded_run_config(
     if not text:
         if sites is None:
             raise ValueError(
-                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give"
-                " that run's ledger."
+                f"The ledger has no run {run!r} yet. Give the number of sites that found it"
+                " (sites), or that run's ledger."
             )
         return None
     run_config = RunConfig.from_bytes(text)
@@ -1030,7 +1032,7 @@ def _founded_run_config(
         )
     if run_config.run != run:
         raise ValueError(
-            f"This ledger has run={run_config.run!r}, not {run!r}. Give that run, or another"
+            f"This ledger has run={run_config.run!r}, not {run!r}. Give that run, or a different"
             " ledger."
         )
     return run_config

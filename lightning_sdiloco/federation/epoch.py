@@ -1,11 +1,12 @@
-"""The epoch of a hub: a number that grows with each start of a run's hub, beside its ledger.
+"""The epoch of a hub: a number, stored next to the ledger, that grows with each start of a run's
+hub.
 
-[Note: two hubs] A ledger is locked while a hub serves it. That is no help where a file system
-forgets the locks of a host that it has lost, and a successor starts while the earlier hub still
-runs. So each hub writes its epoch beside the ledger, and looks before each write whether it is
-still there: of two hubs only the later one writes. Each answer of a hub bears the epoch, and a site
-follows no hub of an earlier one than it has seen. An epoch is at least the time of the hub's start
-in seconds, so that a hub on a new ledger, or on a copy, is a later one, too.
+[Note: two hubs] A ledger is locked while a hub serves it. That does not help if a file system
+forgets the locks of a lost host, and a successor starts while the earlier hub is still running. So
+each hub writes its epoch next to the ledger, and checks before each write that it is still there:
+of two hubs, only the later one writes. Each hub answer carries the epoch, and a site does not
+follow a hub with an earlier epoch than it has seen. An epoch is at least the time of the hub's
+start in seconds, so that a hub on a new ledger, or on a copy, is a later one, too.
 """
 
 import os
@@ -44,11 +45,11 @@ class Epoch:
             os.close(handle)
 
     def require(self) -> None:
-        """Raises an error if another hub serves the run by now."""
+        """Raises an error if another hub now serves the run."""
         with suppress(OSError):
             # One that cannot be read says nothing: the ledger lies in the same folder.
             self.is_over = self.is_over or self._path.read_bytes() != self._content
         if self.is_over:
             raise HubUnreachable(
-                "another hub has started on this run's ledger, and this one writes no more."
+                "another hub has started on this run's ledger, so this one no longer writes to it."
             )

@@ -467,7 +467,7 @@ class Follower:
         return beginning_again
 
     def _require_same_history(self, progress: Progress, closed: Position) -> None:
-        """Refuses a hub that knows fewer records than have been applied, or other ones."""
+        """Refuses a hub that has fewer records than were applied, or different ones."""
         if closed.round < progress.applied.round:
             raise AgreementError(
                 f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
@@ -494,12 +494,12 @@ class Follower:
 
     @property
     def lag(self) -> int:
-        """How many rounds this site is behind, in the fragment where it is worst."""
+        """How many rounds this site is behind, for the fragment furthest behind."""
         return max([progress.lag for progress in self.fragments])
 
     @property
     def wants_state(self) -> bool:
-        """True if to ask for a state: some fragment has none of use."""
+        """True if the site must ask for a state, because some fragment has no usable one."""
         return any(progress.wants_state for progress in self.fragments)
 
     @property
@@ -578,9 +578,7 @@ class Follower:
         return due if due and self.follows else []
 
     def skips(self) -> list[Call]:
-        """Returns the calls that this site declines, each once, because it has trained too
-        little.
-        """
+        """Returns the calls that this site declines, once each, because it has trained too little."""
         if self._finishing:
             return []
         calls = []
@@ -717,8 +715,8 @@ class Follower:
             raise AgreementError(
                 f"{count} of the last {JUDGED} contributions of {self.site} to fragment"
                 f" {record.fragment} were left out, the last one because {record.why(self.site)}."
-                " This site leaves, and the others continue. Look at its data, its learning rate"
-                " and its machine; restarted without a checkpoint, it begins from the others'"
+                " This site leaves, and the others continue. Check its data, its learning rate and"
+                " its machine; if restarted without a checkpoint, it starts from the other sites'"
                 " state."
             )
 
@@ -787,8 +785,8 @@ class Follower:
             if progress.digest not in (digest, None):
                 raise ValueError(
                     f"The checkpoint was damaged: fragment {fragment} has other outer parameters"
-                    " than were saved. Resume from another one, or start without: the site then"
-                    " fetches a state."
+                    " than were saved. Resume from a different checkpoint, or start without one:"
+                    " the site then fetches a state."
                 )
         self.fragments = loaded
 

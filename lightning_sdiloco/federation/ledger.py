@@ -1,17 +1,17 @@
-"""The ledger: it knows the sites of a run and their contributions, and decides which rounds close.
-It takes the time as an argument, and returns records.
+"""The ledger: it knows a run's sites and their contributions, and decides which rounds close. It
+takes the time as an argument, and returns records.
 
 [Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first
 (`examine`, `due`: neither changes anything), makes the change durable, reports it (`contribute`,
 `append`), and only then informs the sites, of the `calls` as well. The hub makes no other call
 between ``due`` and the last ``append``.
 
-[Note: the last round] The result of a last round replaces the parameters of all sites, and no later
-round makes up for what rounding loses of it: so it counts only contributions in float32. If the run
-config names the last round, all sites know it when they launch. An operator may end a run at any
-time, and then a round may be open, or a contribution on its way, that is not exact: this round
-closes as any other, with an outer step, and the next one is called as the last, though no site has
-launched for it.
+[Note: the last round] The result of a last round replaces all sites' parameters, and no later round
+makes up for rounding losses, so it counts only contributions in float32. If the run config names
+the last round, all sites know it when they launch. An operator may end a run at any time, and then
+a round may be open, or a contribution on its way, that is not exact: that round closes like any
+other, with an outer step, and the next one is called as the last, although no site has launched for
+it.
 """
 
 import math
@@ -155,7 +155,7 @@ class OpenRound:
     Attributes:
         opened: When the first contribution arrived; None if that was before the hub's last start.
         contributions: The contributions by site.
-        arrived: When each site has contributed, or said that it will not.
+        arrived: When each site contributed, or said that it would not.
         undecided_since: When a tie between different outer parameters was noticed.
     """
 
@@ -288,7 +288,7 @@ class Ledger:
         return True
 
     def evict(self, site: str) -> None:
-        """Throws a site out, as an operator asks, with its contributions to open rounds."""
+        """Evicts a site, at an operator's request, with its contributions to open rounds."""
         member = self.members.pop(site, None)
         if member:
             self.evicted.add((site, member.incarnation))
@@ -520,13 +520,13 @@ class Ledger:
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         begun = min(round.arrived.values())
         if self._is_first(fragment):
-            # Only beside others can a first contribution be judged, so all founders take part.
+            # A first contribution can only be judged against others, so all founders take part.
             present = self.present(now)
             if not {*present} <= {*sites, *round.arrived}:
                 return False
             begun = max([begun, *(self.members[site].followed_at for site in present)])
         if self._call(fragment).final:
-            # No site can count later, so the round waits for all that are alive.
+            # No site can count later, so the round waits for all live sites.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         if self.quorum.closes(round.arrived, awaited, now):
@@ -555,7 +555,7 @@ class Ledger:
         by_size = sorted(camps.values(), key=len, reverse=True)
         if len(by_size) == 1 or len(by_size[0]) > len(by_size[1]):
             return by_size[0]
-        # A tie: the round is held until another witness comes, for as long as a lease lasts.
+        # A tie: the round stays open until another witness arrives, for up to a lease.
         if round.undecided_since is None:
             round.undecided_since = now
         if now < round.undecided_since + self.terms.lease:
@@ -643,9 +643,7 @@ class Ledger:
         self._ending = True
 
     def amend(self, terms: Terms, quorum: Quorum) -> None:
-        """Takes other terms from now on. An open round that was to be the last closes as any
-        other.
-        """
+        """Uses new terms from now on. An open round that was to be the last closes like any other."""
         self.terms = terms
         self.quorum = quorum
         self.closing.clear()
@@ -663,9 +661,7 @@ class Ledger:
         without: Collection[str] = (),
         beyond: Collection[RoundId] = (),
     ) -> str | StateHeader | None:
-        """Returns where a site gets a state that some rounds have made: the name of a donor, or a
-        snapshot.
-        """
+        """Returns where a site gets a state made by some rounds: a donor's name, or a snapshot."""
         donors = []
         for donor in self._contributors(now):
             is_other = donor != site and donor not in without
@@ -680,7 +676,7 @@ class Ledger:
         return max(donors, key=lambda name: (-self.behind(name), sum(self.members[name].applied)))
 
     def has_applied(self, site: str, rounds: Iterable[RoundId]) -> bool:
-        """Returns whether a site is here, and has applied rounds."""
+        """Returns whether a site is present and has applied rounds."""
         member = self.members.get(site)
         return member is not None and all(
             member.applied[fragment] >= round for fragment, round in rounds
@@ -714,7 +710,7 @@ class Ledger:
 
 
 class Snapshots:
-    """Knows which states at the hub can be trusted, and when it is time for a new one."""
+    """Knows which of the hub's states can be trusted, and when a new one is due."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
         # The states, the oldest first, each with the fragments that a record has verified.
@@ -761,7 +757,7 @@ class Snapshots:
 
 
 class Timings:
-    """Measures by how much contributions are late, and how long an inner step of a site takes."""
+    """Measures how late contributions are, and how long a site's inner steps take."""
 
     def __init__(self) -> None:
         # By fragment: the last round that was closed, and when it was opened.
@@ -788,7 +784,7 @@ class Timings:
         self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
     def arrives_late(self, contribution: Contribution, now: float) -> None:
-        """Notes a contribution to a closed round: once, and only if it was the last one."""
+        """Records a contribution to a closed round: once, and only if it was the last round."""
         fragment = contribution.fragment
         closed, opened = self._closed.get(fragment, (0, None))
         arrived, _ = self._arrived.get((fragment, contribution.site), (0, 0.0))

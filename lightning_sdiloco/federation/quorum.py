@@ -45,7 +45,7 @@ class Quorum(ABC):
         """Returns the least number of contributions with which a round closes.
 
         Args:
-            sites: How many could contribute.
+            sites: The number of sites that could contribute.
         """
 
     @abstractmethod
@@ -74,12 +74,12 @@ class Quorum(ABC):
 
 @dataclass(frozen=True)
 class All(Quorum):
-    """Waits for all, and for ``least`` sites at the least: the default."""
+    """Waits for all sites, and for at least ``least`` of them: the default."""
 
     least: int = 1
 
     def fewest(self, sites: int) -> int:
-        """Returns the same number always."""
+        """Always returns the same number."""
         return self.least
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
@@ -115,8 +115,8 @@ class DynamicBackup(Quorum):
         if not 0 < self.least <= 1:
             raise ValueError(
                 f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share"
-                " of the sites. Choose another least; 0.5 is the default. For a number of sites"
-                " give Federation(quorum=3)."
+                " of the sites. Choose a different value for least; the default is 0.5. For a"
+                " number of sites, give Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:
@@ -127,8 +127,8 @@ class DynamicBackup(Quorum):
         """Returns the sites that are worth waiting for."""
         names = sorted(sites)
         length = _round_length(history)
-        # Every 8th round waits for all: otherwise a site that is always a little late would never
-        # count.
+        # Every 8th round waits for all sites: otherwise a site that is always a little late would
+        # never count.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
         late = _lateness(history, names)
@@ -157,9 +157,7 @@ def _round_length(history: Sequence[Record]) -> float | None:
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns by how much each site is late, as a median: infinite if it mostly does not contribute
-    at all.
-    """
+    """Returns each site's median lateness: infinite if it mostly does not contribute."""
     late_by_round: dict[str, dict[int, float]] = {site: {} for site in sites}
     for record in history:
         for timing in record.timings:
@@ -211,7 +209,7 @@ def imported(path: str) -> type[Quorum]:
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):
-            raise ImportError("it is not a dotted name of a class")
+            raise ImportError("it is not a dotted class name")
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(

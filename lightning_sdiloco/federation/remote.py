@@ -55,8 +55,8 @@ _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns the places, among a contribution's payloads, of those that a rank fetches: one rank
-    of a site fetches each.
+    """Returns the positions, among a contribution's payloads, of those that a rank fetches: each is
+    fetched by one rank of a site.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -153,12 +153,12 @@ class RecordQueue:
             self._waiting.append(record)
 
     def welcome(self, kept_from: Sequence[int]) -> None:
-        """Starts anew: after a welcome, the hub sends all records again."""
+        """Starts over: after a welcome, the hub sends all records again."""
         self.kept_from = kept_from
         self._waiting.clear()
 
     def take(self, room: int) -> list[Record]:
-        """Returns the records to fetch now, at most so many."""
+        """Returns the records to fetch now, up to a limit."""
         waiting = [record for record in self._waiting if not self._is_applied(record)]
         taken = [record for record in waiting if self.is_useful(record)][:room]
         self.fetching.update(record.key for record in taken)
@@ -216,8 +216,8 @@ class HubConnection:
         self.amended: Terms | None = None
         self._run_config = b""
         self.lease = lease
-        # Guards what threads share. No call of the client is made under it: a hub in the same
-        # process has a lock, too.
+        # Guards state that threads share. No client call is made under it, because a hub in the
+        # same process also has a lock.
         self._changed = threading.Condition(threading.RLock())
         self._closed = threading.Event()
         # Set when the hub is back: pending retries run at once.
@@ -252,7 +252,7 @@ class HubConnection:
 
     def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
         """Asks until there is an answer, for as long as patience allows; if the name is in use, for
-        as long as the lease of a process that died.
+        as long as a dead process's lease lasts.
         """
         began = self.now()
         warned_of = ""
@@ -345,7 +345,9 @@ class HubConnection:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
     def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
-        """Asks for a state, not of some sources; or for what the hub has lost of rounds."""
+        """Asks for a state, excluding some sources, or for payloads of rounds that the hub has
+        lost.
+        """
         about: Header = {"without": sorted(without)}
         if lacked:
             about["lacks"] = plain(lacked)
@@ -362,7 +364,7 @@ class HubConnection:
             self._say_hello()
             raise
         if answer.get("records"):
-            # No state comes, but records again.
+            # Records arrive again, and no state.
             self._asking = False
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
@@ -401,8 +403,8 @@ class HubConnection:
         return events
 
     def wait(self, timeout: float) -> bool:
-        """Waits until there is an event; other ranks than the first do not: they wait for the
-        first.
+        """Waits until there is an event. Only the first rank does so; the other ranks return at
+        once, because they wait for the first.
         """
         return not self._rank and self._client.wait(
             self._changed, lambda: bool(self._events or self._error), timeout
@@ -467,8 +469,8 @@ class HubConnection:
         try:
             tries = 0
             while (blobs := self._unsent(contribution)) is not None:
-                # A site tries at once when the hub is back; a hub that refuses is tried ever more
-                # seldom, however often the site says hello.
+                # A site retries at once when the hub is back; it retries a hub that refuses less
+                # and less often, however often it says hello.
                 nudge = self._nudge
                 is_refused = False
                 try:
@@ -505,7 +507,7 @@ class HubConnection:
                 began = self.now()
                 self._client.send(blob, {"site": self.site, "kind": "payload"}, key=key)
                 seconds = self.now() - began
-                # In later tries the hub may have some of it already.
+                # In later attempts the hub may already have part of it.
                 if is_first and seconds > 0:
                     self.sends_bytes_per_s = len(blob) / seconds
             answer = self._call("contribute", None, contribution.to_bytes())
@@ -528,12 +530,12 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Announces a record when all wanted payloads are here, or some are gone."""
+        """Announces a record when all wanted payloads have arrived, or some are gone."""
         wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
         blobs = self._blobs(wanted)
         with self._changed:
             for key, early in list(self._early.items()):
-                # Payloads that came early and do not count are not needed.
+                # Early payloads that do not count are not needed.
                 if early.fragment == record.fragment and early.round <= record.round:
                     del self._early[key]
             # A record of an earlier connection comes again, or did not happen in a run that was
@@ -696,7 +698,7 @@ class HubConnection:
             self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
-        """Fetches the payloads of the records that wait, as far as there is room."""
+        """Fetches the payloads of waiting records, as far as there is room."""
         with self._changed:
             unread = sum(
                 isinstance(event, Recorded) and event.blobs is not None for event in self._events

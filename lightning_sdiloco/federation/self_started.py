@@ -1,15 +1,15 @@
 """A hub that starts itself: on which host, from which files, with which keys, and until when.
 
-[Note: a hub that starts itself] The first rank of the site on the hub's host starts it as a process
-of its own, if none answers there. That process survives the site: a site that is killed and started
-again finds it. If the whole host dies, the hub goes on from its ledger when the host is back. Two
-processes cannot serve one run: the ledger is locked, also on a file system that several hosts
+[Note: a hub that starts itself] The first rank of the site on the hub's host starts the hub as a
+separate process, if none answers there. That process survives the site: a site that is killed and
+restarted finds it. If the whole host dies, the hub continues from its ledger when the host is back.
+Two processes cannot serve one run: the ledger is locked, also on a file system that several hosts
 share. The hub ends with the run: when all its sites have left, or none has been connected for a
-while. Until then the process of the first rank stays, because some launchers end what a process
-leaves behind.
+while. Until then the first rank's process stays alive, because some launchers end the processes
+that another leaves behind.
 
 Each host has the keys from the folder of the hub. Only their owner can read them, so the hub's host
-makes them without asking if its folder is one that all hosts see; otherwise nothing is handed out.
+makes them automatically if all hosts see its folder; otherwise it hands out nothing.
 """
 
 import atexit
@@ -36,7 +36,7 @@ from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
 
 _log = logging.getLogger(__name__)
 
-_MOMENT = 0.2  # seconds between two looks
+_MOMENT = 0.2  # seconds between checks
 _LONGEST_START = 60.0  # seconds that a hub may take until it listens
 # Seconds after which keys must be visible on all hosts: a shared file system may be late.
 _LATE_KEYS = 30.0
@@ -67,17 +67,17 @@ def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
     # A host that takes itself for the only one would found a run alone.
     if sites is None and launch.hosts in (None, 1):
         raise ValueError(
-            f"The hub of run {run!r} is to start itself, but {launch.launcher} does not tell that"
-            " there are several hosts. Give their number, Federation(sites=2), or the address of a"
-            " hub that you have started, Federation(hub='ADDRESS:PORT')."
+            f"The hub of run {run!r} is to start itself, but {launch.launcher} does not report"
+            " several hosts. Give their number, Federation(sites=2), or the address of a hub that"
+            " you have started, Federation(hub='ADDRESS:PORT')."
         )
     sites = sites or launch.hosts or 1
     if hub is None:
         if launch.address is None or launch.port is None:
             raise ValueError(
-                f"The hub of run {run!r} is to start itself, but {launch.launcher} does not tell"
-                " where. Set MASTER_ADDR and MASTER_PORT, on all hosts, to an address and a free"
-                " port of the first one; under torchrun give Federation(hub='ADDRESS:PORT',"
+                f"The hub of run {run!r} is to start itself, but {launch.launcher} does not report"
+                " an address. Set MASTER_ADDR and MASTER_PORT, on all hosts, to an address and a"
+                " free port of the first one; under torchrun give Federation(hub='ADDRESS:PORT',"
                 " sites=...)."
             )
         hub = f"{launch.address}:{launch.port}"
@@ -182,7 +182,7 @@ class HubOfRun(NamedTuple):
             if now > warns_at:
                 warns_at = now + 6 * _FIRST_WARNING
                 _log.warning(
-                    "This host waits for the keys of the hub at %s, in %s.",
+                    "This host is waiting for the keys of the hub at %s, in %s.",
                     self.address,
                     self._made_keys,
                 )
@@ -216,12 +216,14 @@ class HubOfRun(NamedTuple):
                 )
             time.sleep(_MOMENT)
         _log.info(
-            "The hub of run %s listens at %s; its log is %s", self.run, self.address, log.name
+            "The hub for run %s is listening on %s; its log is %s", self.run, self.address, log.name
         )
 
     def _await_end(self) -> None:
         if self._answers(_LOOPBACK):
-            _log.info("This process waits until the other sites have left the hub on this host.")
+            _log.info(
+                "This process is waiting until the other sites have left the hub on this host."
+            )
         with suppress(KeyboardInterrupt):
             while self._answers(_LOOPBACK):
                 time.sleep(_MOMENT)
@@ -272,7 +274,7 @@ def serve(hub: HubOfRun) -> None:
     )
     with closing(service):
         service.start()
-        _log.info("process %d: the hub of run %s listens at %s", os.getpid(), *hub[:2])
+        _log.info("process %d: the hub for run %s is listening on %s", os.getpid(), *hub[:2])
         used_at = time.monotonic()
         while not ended.wait(_MOMENT):
             service.require_latest()

@@ -1,5 +1,5 @@
-"""The hub's end of the connections to all sites: it identifies callers, moves blobs and events, and
-leaves all decisions to the coordinator.
+"""The hub's end of the connections to all sites: it identifies callers, transfers blobs and events,
+and leaves all decisions to the coordinator.
 """
 
 import logging
@@ -73,12 +73,12 @@ _SILENT = 10.0  # seconds within which a call must identify its caller
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
 # Events that wait for a peer that does not read them; with one more the peer is sent away.
 MAX_EVENTS = 1024
-MAX_WATCHING = 16  # times that a holder may watch at once; a site does once
+MAX_WATCHING = 16  # concurrent watches per holder; a site watches once
 _GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
 _FEW_DESCRIPTORS = 64  # unused descriptors of this process below which the hub says so
 _DESCRIPTORS = Path("/proc/self/fd")
-_NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing on the way can compress it
+_NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing in between can compress it
 
 
 class Session:
@@ -120,8 +120,8 @@ class Session:
 
 
 class Door:
-    """Lets a call in before anything of it is read: a limited number per certificate, none that
-    stays silent.
+    """Admits a call before any of it is read: a limited number per certificate, and none that stays
+    silent.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Door:
 
     @contextmanager
     def passed(self, context: Context, is_certified: bool) -> Iterator[None]:
-        """Holds a place for a call as long as it lasts."""
+        """Holds a slot for a call for as long as the call lasts."""
         role = "site"
         name = ""
         limit = MAX_CALLS
@@ -228,8 +228,8 @@ class Hub:
         self._messages = extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # All that TLS lets in get the hub's status, without a header. `Watch` would hold a thread
-        # for each caller.
+        # Every caller that TLS admits gets the hub's status, without a header. `Watch` would hold a
+        # thread for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
@@ -248,7 +248,7 @@ class Hub:
         self._server.add_generic_rpc_handlers((handler,))
 
     def _bind(self, listen: str) -> int:
-        """Returns the port at which the hub listens; 0 if it cannot have the address."""
+        """Returns the port on which the hub listens; 0 if the address is unavailable."""
         bundle = self._bundle
         try:
             if bundle is None:
@@ -265,9 +265,7 @@ class Hub:
         self._serve()
 
     def is_serving(self) -> bool:
-        """Returns the answer of the health service: whether the hub has started, and is not
-        ending.
-        """
+        """Returns the health service's answer: whether the hub has started and is not ending."""
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
         return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
 
@@ -401,9 +399,7 @@ class Hub:
         return upload
 
     def _get(self, message: bytes, context: Context) -> Iterator[bytes]:
-        """Sends the size of a blob, and then a part of it; or several small ones, one behind the
-        other.
-        """
+        """Sends a blob's size and then a part of it, or several small blobs, one after the other."""
         _, header, _, keys = self._read("get", message, context)
         if keys:
             starts = range(0, len(keys), 32)
@@ -546,8 +542,8 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
         )
     if keys is None:
         warnings.warn(
-            "The hub serves without TLS: anyone who reaches its port can read and change all"
-            " (insecure=True).",
+            "The hub serves without TLS: anyone who can reach its port can read and change"
+            " everything (insecure=True).",
             stacklevel=3,
         )
         return None
@@ -559,10 +555,10 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
 
 
 def raise_limit_of_descriptors() -> None:
-    """Lets this process have as many connections and files open as the machine allows."""
+    """Lets this process open as many connections and files as the machine allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # Some systems allow less than they say.
+        # Some systems allow less than they report.
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -584,7 +580,7 @@ def scarce_descriptors() -> str | None:
 
 
 class HubService(Hub):
-    """Serves a run to its sites, from what is on disk."""
+    """Serves a run to its sites, from the files on disk."""
 
     def __init__(
         self,
@@ -605,7 +601,7 @@ class HubService(Hub):
             raise ValueError(
                 f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on"
                 " its machine: give a path. If that hub ends, restart it with its ledger; sites"
-                " train on meanwhile."
+                " continue training meanwhile."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
@@ -642,7 +638,7 @@ class HubService(Hub):
         )
 
     def require_latest(self) -> None:
-        """Refuses to go on if another hub has started on this ledger; see [Note: two hubs]."""
+        """Refuses to continue if another hub has started on this ledger; see [Note: two hubs]."""
         try:
             self._epoch.require()
         except HubUnreachable as error:
@@ -696,7 +692,7 @@ class HubService(Hub):
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:
-                log.exception("a periodic task of the hub failed, and is tried again")
+                log.exception("a periodic task of the hub failed, and will be retried")
                 seconds = _AGAIN
             began = time.monotonic()
             self._awake.wait(seconds)

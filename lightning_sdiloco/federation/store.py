@@ -53,7 +53,7 @@ class LedgerError(HubError):
 
 
 class SQLiteLedger:
-    """Records with their numbers, and notes: all that a hub must know when it starts again.
+    """Numbered records, and notes: everything a hub must know when it restarts.
 
     Attributes:
         path: The file.
@@ -166,9 +166,7 @@ class SQLiteLedger:
         return {name: bytes(value) for name, value in rows}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """Drops all but the first records for good, and notes what changes with it, both or
-        neither.
-        """
+        """Permanently drops all but the first records and updates notes to match, atomically."""
         with self._lock:
             self._write(("delete from records where seq >= ?", (count,)), notes)
             self._verify()
@@ -287,8 +285,8 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """Blobs under their digests, in a folder of this machine, or under a URL of fsspec where
-    objects appear whole.
+    """Blobs by digest, in a folder on this machine, or under an fsspec URL where objects appear
+    atomically.
     """
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
@@ -311,13 +309,13 @@ class BlobStore:
             self.spool.mkdir(exist_ok=True)
 
     def drop_incomplete(self) -> None:
-        """Drops what an earlier process has left of blobs that did not arrive whole."""
+        """Drops incomplete blobs that an earlier process left behind."""
         for path in self.spool.iterdir():
             path.unlink()
 
     @property
     def free(self) -> int | None:
-        """How many bytes there is room for, where that is known."""
+        """How many bytes there is room for, if known."""
         return None if self._folder is None else shutil.disk_usage(self._folder.parent).free
 
     def put(self, blob: Bytes) -> str:
@@ -336,7 +334,7 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the store {self.url} holds other bytes than those with digest {key}: they have"
+                f"the bytes that the store {self.url} holds do not match digest {key}: they have"
                 " been altered."
             )
         return blob

@@ -20,21 +20,21 @@ MAX_RECORD = 128 << 10  # bytes of the largest record: it names blobs, it does n
 
 
 class HubError(RuntimeError):
-    """A hub could not do what was asked. Asking again may help, except after `Refused`."""
+    """A hub could not do what was requested. Retrying may help, except after `Refused`."""
 
 
 class HubUnreachable(HubError):
-    """The hub does not answer, but may later. A message may or may not have arrived, and may be
-    sent again.
+    """The hub does not answer, but may do so later. A message may or may not have arrived, and may
+    be resent.
     """
 
 
 class Denied(Refused):
-    """The certificate is not that of the caller, or does not allow the call."""
+    """The certificate is not the caller's, or does not allow the call."""
 
 
 class Busy(HubError):
-    """The name is in use elsewhere. Asking again may help."""
+    """The name is in use elsewhere. Retrying may help."""
 
 
 class NoSpace(HubError):
@@ -42,7 +42,7 @@ class NoSpace(HubError):
 
 
 class Missing(HubError):
-    """There is no blob under this key: it was never there, or has been dropped."""
+    """There is no blob under this key: it never existed, or has been dropped."""
 
 
 class Altered(HubError):
@@ -82,7 +82,7 @@ def extra(module: str) -> ModuleType:
         name = module.split(".")[0]
         package = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}.get(name, name)
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install all that a federation"
+            f"A federation needs {package}, which is not installed. Install everything a federation"
             " needs: pip install 'lightning-sdiloco[federated]'"
         ) from error
 

@@ -118,7 +118,7 @@ class _Look(threading.Thread):
 
 
 def _has_lost_contact(error: BaseException | None) -> bool:
-    """Returns whether an error says no more than that another rank is gone or late."""
+    """Returns whether an error says only that another rank is gone or late."""
     texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
     while error is not None:
         if isinstance(error, ExchangeError):

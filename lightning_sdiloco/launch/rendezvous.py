@@ -74,7 +74,7 @@ _OTHER_SCRIPT = (
 
 
 def say_node_rank(node_rank: int) -> str:
-    """Returns what a user must have set who starts every node by hand."""
+    """Returns the settings that a user who starts every node by hand must make."""
     return (
         f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
         " from 0, and MASTER_ADDR and MASTER_PORT to those of node 0."

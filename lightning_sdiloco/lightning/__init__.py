@@ -1,11 +1,11 @@
-"""Streaming DiLoCo as a strategy of Lightning, whichever distribution of it.
+"""Streaming DiLoCo as a Lightning strategy, for either distribution of Lightning.
 
 Purpose: a Trainer that trains several worker groups, with nothing else changed. In: Lightning's
-calls, and what users choose. Out: launches and landings of an engine, checkpoints, logged numbers,
-records. This room knows Lightning and all rooms below; it imports no distribution, because there
-are two. It must not know the tools above it, issue collectives past ``comm``, or touch a private
-name of Lightning that ``host.py`` does not list.
+calls, and users' settings. Out: launches and landings of an engine, checkpoints, logged numbers,
+records. This package knows Lightning and every package below it; it imports no distribution,
+because there are two. It must not know the tools above it, bypass ``comm`` for collectives, or
+touch a private Lightning name that ``host.py`` does not list.
 
-``strategy.py`` has every override and no state; [Note: parts of a strategy] there says who owns
-what.
+``strategy.py`` has every override and no state; its [Note: parts of a strategy] says which part
+owns what.
 """

@@ -1,8 +1,8 @@
 """The arguments of a strategy as users see them: in ``help()``, on the command line, on the API
 page.
 
-A strategy takes the arguments that all share in ``GroupStrategy.__init__``, and others in the
-``base_arguments`` of its format. Each is described once, where it is taken.
+A strategy takes the shared arguments in ``GroupStrategy.__init__``, and the others in its format's
+``base_arguments``. Each is described once, where it is taken.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from typing_extensions import TypedDict, Unpack
 from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
 from lightning_sdiloco.lightning.host import Forwarded
 
-# A command line also hands over names that are no arguments: the strategy tells users what to write
+# A command line also passes names that are not arguments: the strategy tells users what to write
 # instead.
 OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
 
@@ -25,11 +25,11 @@ OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=Fals
 class Argument(NamedTuple):
     parameter: inspect.Parameter
     text: str
-    """Its description in a docstring, with the indentation of further lines."""
+    """Its description in a docstring, with continuation lines indented."""
 
 
 def arguments_of(function: Callable[..., object], docstring: str | None) -> dict[str, Argument]:
-    """Returns the arguments of a function that a docstring describes, by their names."""
+    """Returns the function arguments that a docstring describes, by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2].partition("\n\n")[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, flags=re.MULTILINE))
     parameters = inspect.signature(function).parameters
@@ -41,7 +41,7 @@ def arguments_of(function: Callable[..., object], docstring: str | None) -> dict
 
 
 def docstring_of(summary: str, arguments: Mapping[str, Argument], raises: str) -> str:
-    """Returns the docstring of a class with these arguments."""
+    """Returns a class docstring with these arguments."""
     described = "\n".join(f"    {name}: {argument.text}" for name, argument in arguments.items())
     return f"{inspect.cleandoc(summary)}\n\nArgs:\n{described}\n\nRaises:\n{raises}"
 

@@ -1,43 +1,42 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder of the
-ranks' own states.
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with each
+rank's own state.
 
-A checkpoint file takes its place in one step, and only then are the folders of earlier saves
+A checkpoint file is put in place atomically, and only then are the folders of earlier saves
 removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
-thread has written it, the file in its place is an older one, which needs its own folder. So the
-CheckpointIO that really writes does everything that follows the writing, in whatever thread it
-runs.
+thread has written it, the path holds an older file, which needs its own folder. So the CheckpointIO
+that does the writing also does everything that follows, in whatever thread it runs.
 
 [Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch
-but the first. After a resume it has one already, which was made before the random state of the
-checkpoint was restored, and may be in the middle of the data, where the loader was saved. A loader
-of torch draws a random number for each iterator; without that draw, everything random afterwards,
-such as dropout, would differ. And if a run resumes from the last batch of an epoch, Lightning
-continues with the next epoch without counting it and without calling `on_train_epoch_start`, which
-finetuning callbacks need.
+but the first. After a resume it already has one, made before the checkpoint's random state was
+restored and possibly in the middle of the data, where the loader was saved. A torch loader draws a
+random number for each iterator; without that draw, everything random that follows, such as dropout,
+would differ. And if a run resumes from the last batch of an epoch, Lightning continues with the
+next epoch without counting it and without calling `on_train_epoch_start`, which finetuning
+callbacks need.
 
-[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
-everything else that is due there: a validation, a learning rate that depends on metrics, the end of
-the epoch. When Lightning resumes, it skips these. They may draw random numbers, as a loader of
-torch does, and early stopping and other checkpoints may depend on them. So the resumed run begins
-with them, unless the checkpoint was saved because of a signal, which happens after them. The same
-goes for learning rates after a checkpoint that was saved at the end of an epoch, as
-`ModelCheckpoint` does by default. With ``max_steps`` Lightning would train such an epoch once more.
+[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch comes before
+everything else that is due then: a validation, a metric-based learning rate update, the end of the
+epoch. When Lightning resumes, it skips that work. It may draw random numbers, as a torch loader
+does, and early stopping and other checkpoints may depend on it. So the resumed run does this work
+first, unless a signal caused the save, because that kind of save comes afterwards. The same goes
+for learning rates after a checkpoint saved at the end of an epoch, the default of
+`ModelCheckpoint`. With ``max_steps`` Lightning would train such an epoch again.
 
-[Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed
-would cover only the batches since then. Early stopping, checkpoints and learning rates that depend
-on a metric would decide differently, or fail if nothing has been logged since. So every rank saves
-its own metrics: those that callbacks see, and the sums that the epoch has accumulated.
+[Note: metrics after a resume] Lightning saves no metrics. A mean over a resumed epoch would cover
+only the batches since the resume. Early stopping, checkpoints and learning rates that depend on a
+metric would behave differently, or fail if nothing has been logged since. So every rank saves its
+own metrics: the values that callbacks see, and the sums that the epoch has accumulated.
 
 [Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
 callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
 between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
 rank]. They include the best models that `ModelCheckpoint` knows: these are the same on all ranks if
-the monitored metric is, and otherwise the resumed run decides as one that was never stopped.
-Hyperparameters are not among the entries: the script gives them, and no fit restores them. When
-rounds restart, a rank gets the entries of a rank in its place, but the model of the file; with
-other groups or ranks also the loops of the file.
+the monitored metric is; if not, the resumed run still decides as an uninterrupted run would.
+Hyperparameters are not among the entries: they come from the script, and no fit restores them. When
+rounds restart, a rank gets the entries of the rank in the same position, but the model from the
+file; if the number of groups or ranks has changed, the loops come from the file as well.
 """
 
 import inspect
@@ -87,17 +86,17 @@ class Checkpointer:
         self._options = fit.options
         self._format = fit.format
         self.averaging: Averaging | None = None
-        """The averages of the fit, once there are any."""
+        """The fit's averages, once it has any."""
         self.resumed: State | None = None
-        """What this rank saved, of a fit that is about to resume exactly."""
+        """The state that this rank saved, if the fit is about to resume exactly."""
         self.start = "a new run"
         """Where the fit starts, in words."""
         self._restart: Restart | None = None
         self._random_state: State | None = None
-        # The checkpoints of this run that still exist, and whether it saved each itself.
+        # This run's checkpoints that still exist, and whether the run saved each one itself.
         self._standing: dict[str, bool] = {}
-        # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file
-        # of a save is in its place, and the removals of files that are just being written.
+        # See [Note: late writers]: the CheckpointIO that does the writing, the work that follows
+        # once a saved file is in place, and pending removals of files that are still being written.
         self._io: Internal = None
         self._undo = ExitStack()
         self._afterwards: dict[str, Function] = {}
@@ -120,7 +119,7 @@ class Checkpointer:
             return checkpoint
         arguments = inspect.signature(load).bind(path, *args, **kwargs)
         arguments.apply_defaults()
-        # Before 2.6 Lightning knows no such argument.
+        # Lightning has no such argument before 2.6.
         choices = {}
         if "weights_only" in arguments.arguments:
             choices["weights_only"] = arguments.arguments["weights_only"]
@@ -142,7 +141,7 @@ class Checkpointer:
             engine.load_state_dict(self.resumed["engine"])
             self._fit.requests.done_at = dict(self.resumed["requests"])
             for bit in SIGNALLED:
-                # It was done by saving the checkpoint.
+                # Saving the checkpoint fulfilled the request.
                 self._fit.requests.settle(bit)
             self._random_state = self.resumed["random"]
             load_metrics_state_dict(self._trainer, self.resumed["metrics"])
@@ -158,9 +157,7 @@ class Checkpointer:
         self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Makes those parameters trainable that were when the checkpoint was saved; callbacks do
-        not do so.
-        """
+        """Makes the parameters trainable that were so at the save, which callbacks do not do."""
         if self.resumed is not None:
             trainable = {
                 name
@@ -181,9 +178,7 @@ class Checkpointer:
         read: Read,
         without: Collection[str] = (),
     ) -> State:
-        """Puts what this rank saved in place of what rank 0 saved, and returns the state of the
-        engine.
-        """
+        """Replaces rank 0's saved entries with this rank's; returns the engine's state."""
         self._take_up_optimizers(checkpoint, saved["optimizer_states"])
         return take_up_entries(saved, checkpoint, read, without)
 
@@ -200,7 +195,7 @@ class Checkpointer:
         differences = self._chosen().differences(saved, self._options.open)
         if differences:
             raise ValueError(
-                "The checkpoint cannot be resumed exactly with other settings:"
+                "The checkpoint cannot be resumed exactly with different settings:"
                 f" {'; '.join(differences)}. Resume with the settings it was saved with, or restart"
                 " the rounds from its outer parameters with resume='restart'."
             )
@@ -208,19 +203,19 @@ class Checkpointer:
     def _load_for_restart(
         self, checkpoint: Checkpoint, path: str, header: State, read: Read
     ) -> None:
-        """Restores the outer state of all groups, and inner optimizer and random state of those
-        that have a file.
+        """Restores the outer state of all groups, and the inner optimizer and random state of
+        groups that have a file.
         """
         if not self._options.restarts:
             self._require_same_settings(header)
-        # Rounds that restart are no beginning.
+        # Restarted rounds are not the start of a run.
         self._options.chooses_dense = False
         self._restart = self._read_restart(path, header)
         self.start = "outer parameters of another run"
         layout = header["layout"]
         saved = self._read_place(path, header)
         if saved is None:
-            # Without state, but with the learning rates from which schedulers continue.
+            # It has no state, but it has the learning rates from which schedulers continue.
             groups = header.get("param_groups", [])
             states = [{"state": {}, "param_groups": group} for group in groups]
             if not states:
@@ -238,13 +233,13 @@ class Checkpointer:
         self._announce_restart(self._restart, header, is_fresh=saved is None)
 
     def _read_restart(self, path: str, header: State) -> Restart:
-        """Reads the outer state of all groups, on rank 0 for all: they may see different files."""
+        """Rank 0 reads the outer state for all groups, because ranks may see different files."""
         topology = self._groups.topology
 
         def read() -> Restart | None:
             if topology.rank:
                 return None
-            # Flights land as they would have landed.
+            # Flights land as they would have in the saved run.
             saved = read_settings(header["settings"])
             settings = self._options.settings.taken_from(header["settings"])
             optimizer = settings.outer.described()["outer_optimizer"]
@@ -259,8 +254,8 @@ class Checkpointer:
         return Restart.of(first.value)
 
     def _read_place(self, path: str, header: State) -> State | None:
-        """Reads the file of this rank's group and shard, or of the group's first; None if there is
-        none.
+        """Reads the file of this rank's group and shard, or of the group's first shard; None
+        without one.
         """
         topology = self._groups.topology
         mesh = dict(header["layout"])
@@ -273,7 +268,7 @@ class Checkpointer:
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
     def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
-        """Logs, on rank 0, what differs from the run that saved the checkpoint.
+        """Logs, on rank 0, the differences from the run that saved the checkpoint.
 
         All ranks must call it.
         """
@@ -285,10 +280,10 @@ class Checkpointer:
         differences = self._chosen().differences(header["settings"], self._options.open)
         if self._trainer.is_global_zero:
             _log.warning(
-                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s."
-                " Every group starts from its outer parameters and outer momentum, and rounds"
-                " restart. Flights lost so far: %d. Worker groups that start with a fresh inner"
-                " optimizer: %s.",
+                "The checkpoint cannot be resumed exactly: it was saved with %s, but this run has"
+                " %s%s. Every group starts from its outer parameters and outer momentum, and"
+                " rounds restart. Flights lost so far: %d. Worker groups that start with a fresh"
+                " inner optimizer: %s.",
                 header["layout"],
                 self._layout(),
                 "".join(f"; {difference}" for difference in differences),
@@ -301,7 +296,7 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: str | Path, write: Write
     ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it.
+        """Saves the state that all groups share, and each rank's own state next to it.
 
         All ranks must call it.
 
@@ -346,7 +341,7 @@ class Checkpointer:
         self._standing[path] = True
 
     def _state_of_rank(self, engine: StreamingDiLoCo, checkpoint: Checkpoint) -> State:
-        """Returns what this rank saves in its own file."""
+        """Returns the state that this rank saves in its own file."""
         optimizer_states = checkpoint["optimizer_states"]
         if self._format.is_sharded:
             optimizer_states = map(own_state, self._trainer.strategy.optimizers)
@@ -360,7 +355,9 @@ class Checkpointer:
         }
 
     def _follow_writes(self) -> None:
-        """Finds the CheckpointIO that really writes, and follows it; see [Note: late writers]."""
+        """Finds the CheckpointIO that does the writing, and hooks into it; see [Note: late
+        writers].
+        """
         if self._io is None:
             self._io = self._trainer.strategy.checkpoint_io
             while getattr(self._io, "checkpoint_io", None) is not None:
@@ -368,7 +365,9 @@ class Checkpointer:
             wrap(self._undo, self._io, "save_checkpoint", self._place)
 
     def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets back]."""
+        """Returns the checkpoint entries that may differ between ranks; see [Note: what a rank gets
+        back].
+        """
         left_out = {"optimizer_states"}
         if self._format.is_sharded:
             left_out.add("state_dict")
@@ -410,9 +409,7 @@ class Checkpointer:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
     def remove(self, path: str | Path, remove: Function) -> None:
-        """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it
-        is written.
-        """
+        """Removes a checkpoint and its folder, once no thread is writing the file."""
         self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
@@ -431,7 +428,7 @@ class Checkpointer:
         *args: Forwarded,
         **kwargs: Forwarded,
     ) -> None:
-        """Writes the file of a checkpoint, in whatever thread, and then does what follows."""
+        """Writes a checkpoint file, in whatever thread, and then does the work that follows."""
         save = checkpoint.get(files.KEY, {}).get("save")
         if save not in self._afterwards:
             write(checkpoint, path, *args, **kwargs)
@@ -440,12 +437,12 @@ class Checkpointer:
         place = str(path)
         with self._lock:
             if not files.is_whole(place, save):
-                return  # It was removed before its turn came.
+                return  # It was removed before it could be written.
             self._removals[place] = []
         before = files.fingerprint(place)
-        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is
-        # on another file system, this copies over the old file, which is then neither the old nor
-        # the new one for a while.
+        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that
+        # folder is on a different file system, the move is a copy over the old file, which is
+        # incomplete for a while.
         part = files.beside(place, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
             write(checkpoint, part or path, *args, **kwargs)
@@ -470,7 +467,7 @@ class Checkpointer:
 
     def _chosen(self) -> Settings:
         settings = self._options.settings
-        # The settings that suit the rounds are known once these are chosen.
+        # Settings that depend on the rounds are known once the rounds are chosen.
         is_open = self._options.open
         return settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
 
@@ -487,7 +484,7 @@ class Checkpointer:
 
 
 class ResumedLoops:
-    """Makes the loops of a trainer run after a resume as in a run that was never stopped.
+    """Makes a trainer's loops run after a resume as they would in an uninterrupted run.
 
     See [Note: epochs after a resume] and [Note: the rest of a batch].
     """
@@ -498,22 +495,22 @@ class ResumedLoops:
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._undo = undo
-        # Replacements until the rest of a batch or of an epoch has run.
+        # Replacements that last until the rest of a batch or epoch has run.
         self._once = undo.enter_context(ExitStack())
         wrap(undo, self._fit_loop, "reset", self._reset_fit)
         wrap(undo, self._fit_loop, "on_advance_start", self._start_epoch)
         wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
     def _reset_fit(self, reset: Function) -> None:
-        """A run that was saved after a batch or an epoch begins with the rest of that."""
+        """A run saved after a batch or an epoch starts with the rest of that batch or epoch."""
         fit_loop = self._fit_loop
         progress = self._progress
         if self._trainer.strategy.fit.checkpointer.resumed is not None:
             wrap(self._undo, fit_loop, "on_advance_end", self._end_epoch)
             if _was_saved_before_completion(fit_loop.epoch_progress.total):
                 wrap(self._once, fit_loop, "on_advance_start", self._end_epoch_and_start)
-                # The epoch is over: Lightning sees that where epochs bound the run, and not where
-                # steps do.
+                # The epoch is over: Lightning notices that where epochs bound the run, but not
+                # where steps do.
                 fit_loop._restarting = False
                 self._epoch_loop.restarting = False
             counts = (progress.total, progress.current)
@@ -524,7 +521,7 @@ class ResumedLoops:
         reset()
 
     def _end_batch(self, advance: object, data_fetcher: object) -> None:
-        # In the place of the first batch, so that Lightning continues as after any batch.
+        # It replaces the first batch, so that Lightning continues as it does after any batch.
         self._once.close()
         self._epoch_loop.val_loop.restarting = False
         self._trainer.strategy.fit.finish_with_last_batch()
@@ -535,7 +532,7 @@ class ResumedLoops:
         start()
 
     def _end_epoch(self, end: Function) -> None:
-        # As in a run that was not resumed: learning rates that depend on metrics are updated.
+        # As in an uninterrupted run, learning rates that depend on metrics are updated.
         self._fit_loop._restarting = False
         end()
 
@@ -545,7 +542,7 @@ class ResumedLoops:
         start()
 
     def _reset_epoch(self, reset: Function) -> None:
-        """Starts the next epoch if a run resumes from the last batch of one."""
+        """Starts the next epoch if a run resumes from the last batch of an epoch."""
         epoch_loop = self._epoch_loop
         was_at_last_batch = self._is_at_last_batch()
         reset()
@@ -565,20 +562,20 @@ class ResumedLoops:
 
 
 def _was_saved_before_completion(count: Internal) -> bool:
-    """Returns whether a count lacks the completion alone: a hook at the end of a batch or an epoch
-    has saved it.
+    """Returns whether a count lacks only its completion, as when a hook at the end of a batch or
+    epoch saved it.
     """
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 # Metrics
 
-# Attributes of a metric that are saved although they are not among its states.
+# Metric attributes that are saved although they are not states.
 _NOT_STATES = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Trainer) -> State:
-    """Returns the metrics that callbacks see, and the sums of an epoch that is not over."""
+    """Returns the metrics that callbacks see, and the sums of an unfinished epoch."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics
@@ -593,14 +590,14 @@ def metrics_state_dict(trainer: Trainer) -> State:
 
 
 def _can_be_saved(logged: Internal) -> bool:
-    """Returns whether a logged value can be saved, and found again by a resumed fit."""
-    # A process group cannot be found again, nor can a metric that is not part of the module.
+    """Returns whether a logged value can be saved and then found by a resumed fit."""
+    # A resumed fit can find neither a process group nor a metric outside the module.
     is_found_again = logged.is_tensor or logged.meta.metric_attribute
     return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
 
 
 def _saved(logged: Internal) -> State:
-    """Returns what is saved of a value that the epoch has accumulated."""
+    """Returns the saved form of a value that the epoch has accumulated."""
     meta = logged.meta
     reduction = meta.reduce_fx.__name__
     module = "torch" if meta.reduce_fx is getattr(torch, reduction, None) else "builtins"
@@ -609,7 +606,7 @@ def _saved(logged: Internal) -> State:
         states = (*part._defaults, *_NOT_STATES)
         parts[name] = {state: _plain(getattr(part, state)) for state in states}
     return {
-        # The arguments of `self.log`: Lightning insists that they are the same in the next call.
+        # The arguments of `self.log`: Lightning requires them to be the same in the next call.
         "arguments": {
             name: argument
             for name, argument in vars(meta).items()
@@ -645,7 +642,7 @@ def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
 
 
 def _parts(logged: Internal) -> dict[str, Metric]:
-    """Returns Lightning's metric of a logged value, the metric that it is, and those that this one
+    """Returns Lightning's metric for a logged value, the metric it holds, and any metrics that one
     wraps.
     """
     parts = {"": logged}
@@ -657,7 +654,7 @@ def _parts(logged: Internal) -> dict[str, Metric]:
 
 
 def _plain(state: object) -> object:
-    """Returns what can be saved of a state: tensors and numbers, alone or in a list."""
+    """Returns the part of a state that can be saved: tensors and numbers, also in lists."""
     if isinstance(state, list):
         return [_plain(part) for part in state]
     if isinstance(state, Tensor):

@@ -1,32 +1,33 @@
-"""Lets worker groups train without waiting for each other in a batch, and end every epoch after the
-same one.
+"""Lets worker groups train a batch without waiting for each other, yet end every epoch after the
+same batch.
 
 [Note: uneven data] If all lengths are known, all ranks agree on the smallest when Lightning loads
-the data. If they are not, or a loader ends before the length that it announced, a group without
-data follows the others with idle batches: Lightning gets None, which it takes for a batch without
-training. Idle batches count as inner steps and as global steps, like those of a training group. The
-group asks for the end of the epoch with its next launch; the batch in which that lands is the last
-in all groups. If the data of all groups has ended, the epoch is over at once.
+the data. If they are not, or a loader ends before its announced length, a group without data
+follows the other groups with idle batches: Lightning gets None, which it treats as a batch without
+training. Idle batches count as inner steps and as global steps, just like trained ones. The group
+asks for the end of the epoch with its next launch; the batch in which that launch lands is the last
+for all groups. If the data of all groups has ended, the epoch is over at once.
 
-[Note: where the others are] A group without data cannot know how far the others get, and must not
-stop them. So every group announces in which batch it is before a launch, and before anything else
-for which all ranks wait for each other, and continues. A group without data announces so at once,
-and waits for the announcements of the others. If the data of all has ended, the last batch that any
-of them has is the last of the epoch. If not, the group follows the others to the batch in which
-they meet, takes part, and waits again: in every batch through which it follows, another one trains.
+[Note: where the others are] A group without data cannot know how far the other groups will get, and
+must not stop them. So before a launch, and before anything else that makes all ranks wait for each
+other, every group announces its current batch and continues. A group without data announces that at
+once, and waits for the other groups' announcements. If every group's data has ended, the last batch
+that any of them has is the last of the epoch. If not, the group follows the others to the batch in
+which they meet, takes part, and waits again: in every batch that it follows, some other group
+trains.
 
-[Note: a batch ahead] If no length is known, the next batch is fetched before one is trained, as
-Lightning does, to know the last one. A checkpoint holds the state of the loaders before that fetch,
-so a resumed fit fetches the batch again.
+[Note: a batch ahead] If no length is known, the next batch is fetched before the current one is
+trained, as Lightning does, to recognise the last batch. A checkpoint holds the state of the loaders
+before that fetch, so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0
 was terminated, and after every batch whether a time limit or a checkpoint's time interval has
 passed. Here these decisions travel in the control vector of the next launch instead, and all ranks
-act on them after the same inner step, when that launch lands.
+act on them after the inner step in which that launch lands.
 
-[Note: nothing in users' objects] Metrics and synchronised BatchNorm gather in the group, because
-functions of their libraries are replaced. The objects of users are left alone: they may be copied
-or pickled, and a process group cannot.
+[Note: nothing in users' objects] Metrics and synchronised BatchNorm gather within the group because
+functions in their libraries are replaced. Users' objects are left alone: they may be copied or
+pickled, which a process group cannot.
 """
 
 import importlib
@@ -68,35 +69,35 @@ _LOADERS = "combined_loader"
 
 
 class GroupPlaces:
-    """The places of the worker groups in the epoch; see [Note: where the others are]."""
+    """The position of each worker group in the epoch; see [Note: where the others are]."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
-        # Announcements on their way, each with the inner step after which it was posted.
+        # Announcements in transit, each with the inner step after which it was posted.
         self._posted: deque[tuple[int, object]] = deque()
-        # The last batch in which this group or another is known to be.
+        # The latest batch that this group or another is known to have reached.
         self._last = 0
         # The last batch of the epoch, once that is known.
         self._end: int | None = None
 
     def begin_epoch(self, fetched: int) -> None:
-        """Begins an epoch, or continues one of which this group has fetched some batches."""
+        """Begins an epoch, or continues one in which this group has already fetched batches."""
         self._last = fetched
         self._end = None
 
     def announce_wait_in(self, batch: int) -> None:
-        """Announces, once for each batch, that this group is about to wait in it for all others."""
+        """Announces, once per batch, that this group is about to wait for all others."""
         # Lightning counts an idle batch only after this one has waited in it.
         if self._end is None and batch > self._last:
             self._last = batch
             self._announce(batch, data_has_ended=False)
 
     def end_after(self, last_own: int, batch: int) -> int | None:
-        """Returns the last batch of the epoch, or None if another group continues after ``batch``,
-        or in it.
+        """Returns the last batch of the epoch, or None if another group continues in ``batch`` or
+        beyond it.
 
-        Waits for the others, and asks for the end of the epoch, because the data of this group
-        ended after ``last_own``.
+        Waits for the others, and asks for the end of the epoch, because this group's data ended
+        after ``last_own``.
         """
         if self._end is None and self._last < batch:
             self._announce(last_own, data_has_ended=True)
@@ -117,7 +118,7 @@ class GroupPlaces:
             self._receive()
 
     def _announce(self, batch: int, data_has_ended: bool) -> None:
-        """Announces in which batch this group is, or after which its data ended."""
+        """Announces this group's current batch, or the batch after which its data ended."""
         engine = self._fit.engine
         exchange = self._fit.groups.topology.progress
         message = torch.tensor([batch, data_has_ended], dtype=torch.int64).view(torch.uint8)
@@ -125,7 +126,7 @@ class GroupPlaces:
         self._posted.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _receive(self) -> list[list[int]]:
-        """Returns what all groups announced with the message that was posted first."""
+        """Returns all groups' announcements from the message that was posted first."""
         topology = self._fit.groups.topology
         timeout = self._fit.options.settings.timeout
         _, posted = self._posted.popleft()
@@ -135,32 +136,32 @@ class GroupPlaces:
         except Unanswered as error:
             raise ExchangeError(
                 f"{error} while worker group {topology.group_index}, after batch {self._last} of"
-                " the epoch, waited to hear where the others are. The run cannot continue without"
-                " it. Find out why that group stopped or is unreachable; if it was only slow, raise"
-                " timeout."
+                " the epoch, waited to learn how far the other groups are. The run cannot continue"
+                " without that. Find out why that group stopped or is unreachable; if it was"
+                " merely slow, raise timeout."
             ) from error
         return [message.clone().view(torch.int64).tolist() for message in messages]
 
 
 class Phase(Enum):
-    """The phases through which a `GroupFetcher` goes in an epoch."""
+    """The phases of a `GroupFetcher` in an epoch."""
 
-    UNCOUNTED = "no epoch has begun, or a tuner trains, without the callback that counts them"
-    TRAINING = "this group has data beyond the batch that was fetched last"
-    FOLLOWING = "the data of this group ends with that batch, or has ended: it follows the others"
+    UNCOUNTED = "no epoch has begun, or a tuner is training without the callback that counts epochs"
+    TRAINING = "this group has data beyond the last fetched batch"
+    FOLLOWING = "this group's data ends with that batch, or has ended: it follows the others"
 
 
 class GroupFetcher:
-    """Fetches the batches of this group, and idle ones once its data has ended.
+    """Fetches this group's batches, and idle batches once its data has ended.
 
     With several worker groups it replaces Lightning's data fetcher, and calls it.
 
     Args:
         fit: The fit.
-        places: The places of the groups.
+        places: The positions of the groups.
         fetcher: Lightning's data fetcher, which may have read a batch already.
-        length: The batches of an epoch; None if that is not known.
-        loop_state: Returns what Lightning's loop saves of itself and its loaders.
+        length: The number of batches in an epoch; None if it is not known.
+        loop_state: Returns the state that Lightning's loop saves for itself and its loaders.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The state of the loaders before a batch was read ahead; None if none was."""
+        """The loaders' state before a batch was read ahead; None if no batch was."""
         self.phase = Phase.UNCOUNTED
         # Lightning reads both: the batches of this epoch so far, and whether the last is one of
         # them.
@@ -218,7 +219,7 @@ class GroupFetcher:
             self._warn_of_idle_batches()
             fetched = None, self.fetched, 0
         if fetched[0] is None:
-            # An idle batch must not log again the values of the batch before.
+            # An idle batch must not log the previous batch's values again.
             for logged in fit.trainer.fit_loop.epoch_loop._results.values():
                 logged._forward_cache = None
         self.fetched = batch
@@ -249,11 +250,11 @@ class GroupFetcher:
         warned = trainer.fit_loop.epoch_loop._warning_cache
         if _YIELDED_NONE not in warned and topology.group_rank == 0:
             _log.warning(
-                "Worker group %d has no more batches in epoch %d after %d, but others have. It"
-                " follows them with idle batches, in which it does not train, until all groups end"
-                " the epoch together: when all data has ended, or when its next launch has landed."
-                " To avoid them use a loader with a length, or limit_train_batches as a number of"
-                " batches. Shown once.",
+                "Worker group %d has no more batches in epoch %d after %d, but other groups have."
+                " It follows them with idle batches, in which it does not train, until all groups"
+                " end the epoch together: when all data has ended, or when its next launch has"
+                " landed. To avoid idle batches, use a loader with a length, or set"
+                " limit_train_batches to a number of batches. Shown once.",
                 topology.group_index,
                 trainer.current_epoch,
                 self.fetched,
@@ -266,7 +267,7 @@ class GroupFetcher:
 
 
 class Epochs:
-    """Ends the epochs of a fit in all worker groups after the same batch; see [Note: uneven data]."""
+    """Ends each epoch after the same batch in all worker groups; see [Note: uneven data]."""
 
     def __init__(self, fit: FitState) -> None:
         self.fit = fit
@@ -275,21 +276,23 @@ class Epochs:
         self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces what ends epochs in Lightning. A single worker group needs nothing."""
+        """Replaces the code that ends epochs in Lightning. A single worker group needs none of
+        this.
+        """
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
         self._loop_state = loop.on_save_checkpoint
 
         def saved_state(loop_state: Function) -> State:
-            # With that of its loaders as if they had not been read ahead.
+            # It includes the loaders' state as if nothing had been read ahead.
             fetcher = self._fetcher
             if fetcher is None or loop._data_fetcher is not fetcher or fetcher.loaders is None:
                 return loop_state()
             return {**loop_state(), _LOADERS: fetcher.loaders}
 
         def should_validate(validates: Function, fetcher: object) -> bool:
-            # Also after an epoch with fewer batches than were announced.
+            # This also applies after an epoch with fewer batches than announced.
             progress = epoch_loop.batch_progress
             is_early = (
                 progress.is_last_batch and progress.current.ready < trainer.num_training_batches
@@ -307,7 +310,7 @@ class Epochs:
             wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
 
     def meet(self) -> None:
-        """Announces, once for each batch, that this group is about to wait for all others."""
+        """Announces, once per batch, that this group is about to wait for all other groups."""
         fetcher = self._fetcher
         if fetcher is None or fetcher.phase is Phase.UNCOUNTED:
             return
@@ -317,7 +320,9 @@ class Epochs:
     # The lengths of the groups
 
     def _setup_data(self, original: Function) -> None:
-        """Sets up the loaders, and replaces what fetches their batches by a `GroupFetcher`."""
+        """Sets up the loaders, and replaces the object that fetches their batches with a
+        `GroupFetcher`.
+        """
         loop = self.fit.trainer.fit_loop
         fetcher_before = loop._data_fetcher
         failure = self._load(original)
@@ -331,14 +336,14 @@ class Epochs:
             self._fetcher = GroupFetcher(self.fit, self.places, fetcher, length, self._loop_state)
             loop._data_fetcher = self._fetcher
         elif length is not None:
-            # It passes its iterator to training_step, which takes the batches: it can be shortened,
-            # but not yield None.
+            # It passes its iterator to training_step, which takes the batches: the iterator can end
+            # early, but it cannot yield None.
             limits = loop._combined_loader.limits
             loop._combined_loader.limits = [min(limit, length) for limit in limits]
             fetcher.length = length
 
     def _load(self, set_up: Function) -> Exception | None:
-        """Sets up the loaders of this rank; returns the exception of one that was loaded already."""
+        """Sets up this rank's loaders; returns the exception if one was already loaded."""
         strategy = self.fit.trainer.strategy
         is_loaded = False
         undo = ExitStack()
@@ -364,9 +369,9 @@ class Epochs:
         return None
 
     def _agreed_length(self, failure: Exception | None) -> int | None:
-        """Agrees with all ranks on the batches of an epoch; None where no rank knows them.
+        """Agrees with all ranks on the number of batches in an epoch; None if no rank knows it.
 
-        Raises on all of them if one has none, or cannot load.
+        Raises on all ranks if one has no batches, or cannot load them.
         """
         trainer = self.fit.trainer
         topology = self.fit.groups.topology
@@ -385,8 +390,8 @@ class Epochs:
         text = _length_of_each_group(ranks)
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batch to train on: {text}. Epochs end together, so no"
-                " group would train. Give every group data, or train with fewer worker groups."
+                f"Some worker groups have no batches to train on: {text}. Epochs end together, so"
+                " no group would train. Give every group data, or train with fewer worker groups."
             )
         trainer.fit_loop.max_batches = agreed
         if isinstance(trainer.val_check_interval, float):
@@ -401,7 +406,7 @@ class Epochs:
         return agreed
 
     def _own_length(self) -> int | None:
-        """Returns the batches of this rank's epoch: None if it is not known, and 0 without data."""
+        """Returns the number of batches in this rank's epoch: None if unknown, 0 without data."""
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         if loop.max_batches != float("inf"):
@@ -414,7 +419,7 @@ class Epochs:
 
 
 def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
-    """Returns, as text, the batches of every group, of all its ranks if they differ."""
+    """Returns, as text, each group's number of batches, and each rank's if they differ."""
     lengths: dict[int, list[str]] = {}
     for group, length, _ in ranks:
         text = "an unknown number" if length is None else str(length)
@@ -428,7 +433,7 @@ def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
 
 
 def count_idle_batch(trainer: Trainer, optimizer_steps: int) -> bool:
-    """Counts a batch without training as Lightning counts one with training."""
+    """Counts an idle batch as Lightning counts a trained one."""
     loop = trainer.fit_loop.epoch_loop
     steps = 1
     loop.batch_progress.increment_started()
@@ -445,9 +450,7 @@ def count_idle_batch(trainer: Trainer, optimizer_steps: int) -> bool:
 
 
 def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
-    """Drops metrics of the epoch whose reduction over all ranks would wait forever for ranks that
-    did not log them.
-    """
+    """Drops metrics whose reduction would wait forever for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [
         key
@@ -460,9 +463,9 @@ def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "Not every rank logged %s in epoch %d, and a reduction would wait for those that did"
-            " not: dropped. Log it on every rank, or on one without sync_dist. A worker group"
-            " without a batch in an epoch logs nothing.",
+            "Not every rank logged %s in epoch %d, and a reduction would wait for the ranks that"
+            " did not, so it was dropped. Log it on every rank, or without sync_dist. A worker"
+            " group without a batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
@@ -476,14 +479,12 @@ def _is_reduced(metric: Internal) -> bool:
     return bool(getattr(metric.value, "sync_on_compute", True))
 
 
-# Loaders that yield None on purpose have another one as `loader`, and `follow(engine)`:
-# `DropCompute` makes them, and so may users, as in ``examples/methods/dylu.py``.
+# Loaders that yield None on purpose wrap another loader as `loader`, and have `follow(engine)`:
+# `DropCompute` makes them, and users may, as in ``examples/methods/dylu.py``.
 
 
 def process_wrapped(trainer: Trainer, dataloader: object) -> object:
-    """Divides the data of a loader that is wrapped among all ranks, as Lightning does where it is
-    not.
-    """
+    """Divides a wrapped loader's data among all ranks, as Lightning does for plain loaders."""
     stage = trainer.state.stage
     for wrapper in _wrappers(dataloader):
         wrapper.loader = trainer._data_connector._prepare_dataloader(
@@ -501,8 +502,8 @@ def _wrappers(loader: Internal) -> Iterator[Internal]:
 
 
 def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
-    """Makes the loaders of an epoch know the engine; returns whether some may leave micro-batches
-    out, which count.
+    """Tells an epoch's loaders about the engine; returns whether any may leave out micro-batches
+    that count.
     """
     leaves_out = False
     for loader in trainer.fit_loop._combined_loader.flattened:
@@ -522,20 +523,20 @@ def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
                         f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set"
                         " both to the same number."
                     )
-                # Lightning steps after its last batch, which limits of the trainer or of other
-                # groups may put earlier.
+                # Lightning steps after its last batch, which may come earlier because of limits of
+                # the trainer or of other groups.
                 wrapper.length = min(wrapper.length, int(trainer.num_training_batches))
                 leaves_out = True
             wrapper.follow(engine)
     return leaves_out
 
 
-# Columns that a bar of Rich takes for all but the metrics.
+# Columns that a Rich progress bar uses for everything but the metrics.
 _BESIDE_METRICS = 66
 
 
 def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
-    """Replaces what would wait for all ranks at every batch.
+    """Replaces code that would wait for all ranks at every batch.
 
     See [Note: silence between launches].
     """
@@ -566,7 +567,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _save_together(undo: ExitStack, fit: FitState) -> None:
-    """Makes all ranks decide together on checkpoints by a time interval, when a launch lands."""
+    """Makes all ranks decide together, when a launch lands, on checkpoints by time interval."""
     savers = [
         callback
         for callback in fit.trainer.callbacks
@@ -574,12 +575,13 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
     ]
     if len(savers) > MOST_CHECKPOINTS:
         raise ValueError(
-            f"{len(savers)} ModelCheckpoint callbacks have a train_time_interval; worker groups can"
-            f" agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
+            f"{len(savers)} ModelCheckpoint callbacks have a train_time_interval, but worker"
+            f" groups can agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of"
+            " them."
         )
 
     def decide(index: int, hook: Function, *args: Forwarded) -> None:
-        # The hook asks all ranks by a broadcast.
+        # The hook asks all ranks through a broadcast.
         fit.requests.deciding = index
         try:
             hook(*args)
@@ -591,7 +593,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
-    """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
+    """Makes saving and scheduling by a metric use the metric's mean over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),
@@ -607,7 +609,7 @@ def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -
 def _mean_of_monitored(
     trainer: Trainer, groups: ConnectedGroups, original: Function, key: str
 ) -> object:
-    """Returns the metric by which a learning rate is scheduled."""
+    """Returns the metric that a learning rate schedule monitors."""
     metric = original(key)
     for config in trainer.lr_scheduler_configs:
         if config.monitor == key and config.interval == "step":
@@ -617,7 +619,9 @@ def _mean_of_monitored(
 
 
 def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Trainer) -> State:
-    """Returns the metrics by which checkpoints are saved, and that name their files."""
+    """Returns the metrics that decide which checkpoints are saved, and that appear in their file
+    names.
+    """
     metrics = dict(original(trainer))
     tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
     means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
@@ -629,8 +633,8 @@ def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Train
 
 def _save_last(groups: ConnectedGroups, original: Function, *args: Forwarded) -> None:
     """Updates the last checkpoint as Lightning does, except after an exception."""
-    # After an exception no checkpoint was written, so there is none to which the last one could be
-    # a link.
+    # After an exception no checkpoint was written, so there is nothing to which the last one could
+    # be a link.
     if not groups.is_alone:
         original(*args)
 

@@ -1,28 +1,29 @@
-"""Which model validation sees inside a fit, which one checkpoints hold, and which one callbacks
+"""Which model validation sees inside a fit, which model checkpoints hold, and which one callbacks
 average.
 
-[Note: the model that validation sees] It is in the module before any hook of a validation runs, and
-the local one is back after all of them: callbacks and modules that swap weights for the time of a
-validation, such as averages, put back what they found. Lightning runs a strategy's hooks after the
-hooks of callbacks and modules, also at the end.
+[Note: the model that validation sees] It is in the module before any validation hook runs, and the
+local model is restored after all of them: callbacks and modules that swap weights during a
+validation, such as averages, put back the weights they found. Lightning runs a strategy's hooks
+after the hooks of callbacks and modules, including at the end.
 
 [Note: the first round] Until every fragment has landed once, the outer model holds untrained
 values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
-group that validates alone must not wait for others, so there is none unless Lightning's loop has
-decided to validate, which it does after the same batch in all groups, and all ranks have something
-to validate with. All ranks call ``trainer.save_checkpoint``, but a rank that ends with an exception
-waits for no other, and a signal leaves no time: then, and if a caller asks for a ``state_dict``
-alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so
-that the best model is the one that was validated. The state from which a fit resumes is saved
-beside it, unchanged. On a route on which groups hold their own outer parameters, every validation
-and every checkpoint shows their mean.
+group that validates by itself must not wait for others, so the exchange only takes place if
+Lightning's loop has decided to validate, which happens after the same batch in all groups, and
+every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a rank that ends
+with an exception waits for no other, and a signal leaves no time: then, and whenever a single rank
+asks for a ``state_dict``, it is the group's own model, and a warning says so. The mean is used
+until the next inner step, so that the best model is the one that was validated. The state from
+which a fit resumes is saved next to it, unchanged. On routes where groups hold their own outer
+parameters, every validation and every checkpoint uses their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. There it holds local parameters, so here they read the outer ones, which change only at
-landings: an update that is wanted between two landings happens at the second. All groups land after
-the same inner steps, so all have the same average, bit for bit. The end of a fit is a landing too.
-A longer fit resumes from before this end. So the average is kept as it was then, with the number of
-updates that a fit without an end would have made since, which a resumed fit makes itself.
+ends. At that point it holds local parameters, so the callbacks read the outer parameters instead,
+which change only at landings: an update requested between two landings happens at the second. All
+groups land after the same inner steps, so all have the same average, bit for bit. The end of a fit
+is also a landing, and a longer fit resumes from before it. So the average is kept as it was then,
+with the number of updates that a longer fit would have made since, which a resumed fit makes
+itself.
 """
 
 import logging
@@ -55,13 +56,12 @@ _BUFFERS_ARE_DUE = "require_forward_param_sync"
 
 
 class ShownModel:
-    """The model that validation and files show instead of the local one, in a fit or a loop of
-    Fabric.
+    """The model that validation and files show instead of the local one, in a fit or a Fabric loop.
 
     Args:
         groups: The worker groups.
-        save: The call by which all ranks save a checkpoint, for messages.
-        warns: Whether to warn of the first round. Fabric reports itself what a file holds.
+        save: The call with which all ranks save a checkpoint, for messages.
+        warns: Whether to warn about the first round. Fabric itself reports what a file holds.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
@@ -70,16 +70,16 @@ class ShownModel:
         self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
-        # The untrained state that the first group keeps, if that was sent.
+        # The untrained state that the first group keeps, if it was sent.
         self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
-        """Forgets what was exchanged: training has gone on."""
+        """Forgets the exchanged state, because training has continued."""
         self.mean = None
         self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes what the first group keeps of untrained state, to show it.
+        """Takes the untrained state that the first group keeps, to show it.
 
         All ranks must call it.
         """
@@ -92,7 +92,7 @@ class ShownModel:
         return engine.has_landed and engine.rounds.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
-        """Takes the mean of the groups, which then is what is shown. All ranks must call it."""
+        """Takes the mean of the groups, which is then the model shown. All ranks must call it."""
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
@@ -108,7 +108,7 @@ class ShownModel:
     def showing(
         self, engine: StreamingDiLoCo, models: Sequence[object], *, watches: bool = False
     ) -> Iterator[None]:
-        """Shows what was exchanged, or the outer model, in a ``with`` block."""
+        """Shows the exchanged or the outer model in a ``with`` block."""
         # After a forward pass without gradients DistributedDataParallel would believe that the
         # buffers of the next training step, which are put back then, have been synchronised
         # already.
@@ -132,7 +132,7 @@ class ShownModel:
         local: Function,
         is_shown: bool = False,
     ) -> State:
-        """Returns what a file holds; if all ranks save together, the groups may exchange."""
+        """Returns the model for a file; if all ranks save together, the groups may exchange."""
         if self.mean is not None or is_shown:
             return self._values(engine.evaluate(self.mean), local)
         if with_all and not self.is_outer(engine):
@@ -152,7 +152,7 @@ class ShownModel:
 
     @staticmethod
     def _values(shown: AbstractContextManager[None], local: Function) -> State:
-        """Returns copies of what the module holds while a model is shown."""
+        """Returns copies of the module's state while a model is shown."""
         with shown:
             return {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -172,7 +172,9 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer model."""
+    """Takes weights that hooks have overwritten: if all ranks hold the same, they are the new outer
+    model.
+    """
 
     def __init__(self, groups: ConnectedGroups) -> None:
         self._groups = groups
@@ -186,14 +188,14 @@ class Rewritten:
         *,
         with_all: bool,
     ) -> None:
-        """Makes overwritten parameters the outer ones if all ranks hold the same; otherwise warns
-        once.
+        """Makes overwritten parameters the outer ones if all ranks hold the same values; otherwise
+        warns once.
 
         Args:
             engine: The engine.
-            digests: The parameters that were overwritten on this rank, by name.
+            digests: The parameters overwritten on this rank, by name.
             hooks: Which hooks may have done so.
-            with_all: Whether all ranks call it, so that they can compare.
+            with_all: Whether all ranks make this call, so that they can compare.
         """
         topology = self._groups.topology
         ranks = [dict(digests)]
@@ -211,18 +213,18 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s alike on all ranks: this is now the outer model. Fragments in"
-                    " flight and the outer momentum are dropped.",
+                    "%s overwrote %s with the same values on all ranks: this is now the outer"
+                    " model. Fragments in flight and the outer momentum are dropped.",
                     " or ".join(hooks),
                     _some(names),
                 )
         elif not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s overwrote %s, but not alike on all ranks: it does not become the outer model,"
-                " and the next landings mix it away. Compute the same values on all ranks, or call"
-                " strategy.set_outer() there, on all ranks, which takes the weights of rank 0."
-                " Shown once.",
+                "%s overwrote %s, but with different values on different ranks: they do not"
+                " become the outer model, and the next landings average them out. Compute the same"
+                " values on all ranks, or call strategy.set_outer() there, on all ranks, which"
+                " takes rank 0's weights. Shown once.",
                 " or ".join(hooks),
                 _some(names),
             )
@@ -245,9 +247,9 @@ class Evaluation:
         self._shows = fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self.rewritten = Rewritten(fit.groups)
-        # The hooks of the user in which weights may be overwritten.
+        # The user's hooks that may overwrite weights.
         self._hooks: list[str] = []
-        # Whether all ranks save a checkpoint now, a validation is due, and one is running.
+        # Whether all ranks are saving a checkpoint, a validation is due, and one is running.
         self._saves_with_all = False
         self._is_due = False
         self._is_showing = False
@@ -275,9 +277,7 @@ class Evaluation:
             wrap(undo, loop, "run", partial(self._run, loop))
 
     def state_dict(self, engine: StreamingDiLoCo, local: Function) -> State:
-        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer
-        one.
-        """
+        """Returns the model for a checkpoint: the one shown now or last, or the outer model."""
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
                 "This state_dict was taken after an exception. It holds this rank's local"
@@ -324,7 +324,9 @@ class Evaluation:
             self._is_showing = False
 
     def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
-        """Exchanges what a validation shows, if all ranks validate; see [Note: the first round]."""
+        """Exchanges the model that a validation shows, if all ranks validate; see [Note: the first
+        round].
+        """
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
         if not takes_mean and not engine.rounds.view.own_moved:
             return
@@ -337,7 +339,7 @@ class Evaluation:
 
 
 class Averaging:
-    """Makes callbacks that average weights do so at landings; see [Note: averages of outer
+    """Makes weight-averaging callbacks update at landings; see [Note: averages of outer
     parameters].
     """
 
@@ -433,12 +435,12 @@ class Averaging:
             }
 
     def state_dict(self) -> State | None:
-        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there
-        is nothing.
+        """Returns the state that a checkpoint needs in addition to the callbacks' own; None if
+        there is none.
         """
         if self._callback is None:
             return None
-        # The checkpoint has the average of rank 0. Other ranks' differ from it only in their
+        # The checkpoint has rank 0's average. Other ranks' averages differ from it only in their
         # buffers.
         buffers = [
             buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()
@@ -448,7 +450,7 @@ class Averaging:
     def load_state_dict(self, state: State | None) -> None:
         """Restores what `state_dict` returned.
 
-        Call it when the engine holds what was saved with it.
+        Call it when the engine holds the state saved with it.
         """
         if self._callback is None or state is None:
             return

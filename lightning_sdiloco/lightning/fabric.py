@@ -1,4 +1,4 @@
-"""The strategy of Fabric without its base class: worker groups in a loop that calls
+"""The Fabric strategy without its base class: worker groups in a loop that calls
 ``optimizer.step()``.
 """
 
@@ -54,21 +54,21 @@ else:
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go"
-    " over all ranks: use them where you validate or save."
+    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own"
+    " collectives span all ranks: use them where you validate or save."
 )
 
 
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
 
-    It takes the arguments of the Trainer's strategy, except what only a Trainer can do.
+    It takes the arguments of the Trainer's strategy, except those that need a Trainer.
     """
 
-    summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
+    summary = """Trains one model on several worker groups joined by slow links, in a Fabric loop.
 
-    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of
-    them steps. ``fabric.strategy.finish()`` ends training.
+    Each optimizer step is an inner step; with several optimizers, each batch in which at least one
+    steps. ``fabric.strategy.finish()`` ends training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
@@ -80,10 +80,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def _arguments(cls) -> dict[str, Argument]:
         arguments = super()._arguments()
-        # Only a Trainer can validate and resume by itself.
+        # Only a Trainer validates and resumes by itself.
         del arguments["evaluate"]
         del arguments["resume"]
-        # Fabric calls the plugin by a shorter name.
+        # Fabric has a shorter name for the plugin.
         parameter, text = arguments.pop("precision_plugin")
         arguments["precision"] = Argument(parameter.replace(name="precision"), text)
         return arguments
@@ -107,18 +107,18 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
-        # While the model in training is set up again.
+        # True while the model in training is set up again.
         self._is_set_up_again = False
         self._landings: list[Landing] = []
-        # The samples and micro-batches that were trained since the last inner step.
+        # The samples and micro-batches trained since the last inner step.
         self._samples = 0
         self._trained = 1
-        # The optimizers, by number, that have stepped in the batch that is not counted yet.
+        # The optimizers, by number, that have stepped in the batch not yet counted.
         self._stepped = set[int]()
         self._saves_with_all = False
-        # Whether a save that was not with all ranks has just ended.
+        # Whether a save without all ranks has just ended.
         self._saved_alone = False
-        # The inner steps, for a warning at the end; empty when they were finished.
+        # The number of inner steps, for a warning at the end; empty once training was finished.
         self._unfinished: list[int] = []
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
@@ -128,8 +128,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # For users
 
     def finish(self) -> list[Landing]:
-        """Ends training, after the last step and in all processes: the model ends with the outer
-        parameters.
+        """Ends training: call it after the last step, in all processes. The model ends with the
+        outer parameters.
 
         Fragments in flight land, and each then takes the plain mean of the groups' local
         parameters. Returns what landed.
@@ -163,11 +163,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model inside a ``with`` block, the same in all groups, then the local one
-        again.
+        """Shows the outer model, the same in all groups, inside a ``with`` block, then restores the
+        local one.
 
-        Until every fragment has landed once, and on a route that does not share, it shows the mean
-        of the groups. All ranks must call it.
+        Until every fragment has landed once, and on routes where groups do not share, it shows the
+        mean of the groups. All ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
@@ -195,7 +195,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         if self.engine is not None and self.engine.is_finished:
-            # Setting up a model after the end starts a new training.
+            # Setting up a model after the end starts a new training run.
             self._nets = []
             self._inner_optimizers = []
             self._stepped.clear()
@@ -242,7 +242,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         engine = self.engine
         if engine is None or not self._is_training(module):
             return set_up(module, optimizers, *schedulers)
-        # The model in training has other parameters or optimizers, which replace those from before.
+        # The model in training has different parameters or optimizers, which replace the earlier
+        # ones.
         self._wrapped = [
             wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)
         ]
@@ -273,7 +274,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._inner_optimizers.append(optimizer)
         if self._is_set_up_again:
             return super().setup_optimizer(optimizer)
-        # Made before the model took the values of rank 0, it may hold copies of others.
+        # If it was made before the model took rank 0's values, it may hold copies of other values.
         copies = WeightCopies([optimizer])
         parameters = _parameters_of(optimizer)
         copies.watch({str(index): parameter for index, parameter in enumerate(parameters)})
@@ -302,11 +303,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups"
-                " had joined. Call finish() once, after the last step; to train on, set up the"
-                " model and its optimizer again."
+                " had joined. Call finish() once, after the last step; to continue training, set up"
+                " the model and its optimizer again."
             )
         if number in self._stepped:
-            # The batch before ended without a step of the last optimizer.
+            # The previous batch ended without a step of the last optimizer.
             self._count_batch(engine)
         output = super().optimizer_step(optimizer, **kwargs)
         self._stepped.add(number)
@@ -358,7 +359,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return engine
 
     def _trained_net(self) -> nn.Module:
-        """Returns the module that has the parameters of all inner optimizers."""
+        """Returns the module that contains the parameters of all inner optimizers."""
         trained = set[int]()
         for optimizer in self._inner_optimizers:
             trained.update(map(id, _parameters_of(optimizer)))
@@ -381,7 +382,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         with self._groups.waiting(args, self.engine):
             super().barrier(*args, **kwargs)
 
-    # Checkpoints hold the outer model, and beside it a file per rank
+    # Checkpoints hold the outer model, with a file per rank next to it
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> State:
@@ -445,8 +446,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         storage_options: object = None,
         filter: State | None = None,
     ) -> State:
-        """Returns what may differ between ranks in what a user saves: all but what the engine
-        trains.
+        """Returns the entries of a user's checkpoint that may differ between ranks: all that the
+        engine does not train.
         """
         entries = State()
         for name, value in state.items():
@@ -471,14 +472,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def _is_alone(self) -> bool:
-        """Returns whether this rank handles an exception, and so must not wait for others, which
-        may know of none.
+        """Returns whether this rank is handling an exception, and so must not wait for ranks that
+        may have none.
         """
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
     def _holds_optimizer(self, state: object) -> bool:
-        """Returns whether a state of the user has an optimizer that was set up, so that training
+        """Returns whether the user's state includes an optimizer that was set up, so that training
         resumes from it.
         """
         if not isinstance(state, dict):
@@ -498,7 +499,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         saved = State()
 
         def read(load_file: Load, *file: Forwarded, **how: Forwarded) -> State:
-            """Reads the file of rank 0, and puts what this rank saved in place of it."""
+            """Reads rank 0's file, and replaces its entries with those that this rank saved."""
             checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:
                 saved.update(
@@ -522,10 +523,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return remainder
 
     def _resume(self, saved: State) -> None:
-        """Makes an engine that continues with the state that this rank saved."""
+        """Makes an engine that continues from the state that this rank saved."""
         if self.engine is not None:
             self.engine.close()
-        # Before the random numbers are restored, because it may draw some.
+        # This comes before the random state is restored, because it may draw random numbers.
         engine = self._begin()
         take_up_training(saved, self._inner_optimizers)
         engine.load_state_dict(saved["engine"])

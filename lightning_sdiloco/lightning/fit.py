@@ -1,4 +1,4 @@
-"""One fit: all that begins and ends with it, as the callback whose hooks drive it."""
+"""One fit: everything that begins and ends with it, as the callback whose hooks drive it."""
 
 import logging
 import math
@@ -67,12 +67,13 @@ _log = logging.getLogger(__name__)
 # Hooks between two epochs in which users overwrite weights.
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 
-# How many names of tensors a warning lists.
+# The number of tensor names that a warning lists.
 _SHOWN = 5
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the"
-    " worker group, or pass group=trainer.strategy.topology.in_group.process_group to collectives."
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which gathers"
+    " within the worker group, or pass group=trainer.strategy.topology.in_group.process_group to"
+    " collectives."
 )
 
 
@@ -86,12 +87,12 @@ class Distribution(NamedTuple):
 
 @dataclass
 class BatchCounts:
-    """The training since the last inner step, which the next one reports."""
+    """The training since the last inner step; the next inner step reports it."""
 
     samples: int = 0
     micro_batches: int = 0
     optimizer_steps: int = 0
-    """The steps that went through Lightning's wrapper."""
+    """The number of steps made through Lightning's wrapper."""
     stepped: bool = False
     """Whether an optimizer of this fit stepped at all."""
 
@@ -99,7 +100,7 @@ class BatchCounts:
 class Fit(FitState):
     """A fit of a trainer, and its inner steps.
 
-    It holds no state that a checkpoint would need from a callback.
+    It holds no state that a callback would have to put into a checkpoint.
     """
 
     def __init__(
@@ -132,32 +133,32 @@ class Fit(FitState):
         self._results = results
         self._thread = threading.get_ident()
         self.counts = BatchCounts()
-        # The optimizer steps of the last batch that was trained; an idle one counts as many.
+        # The number of optimizer steps in the last trained batch; an idle batch counts as many.
         self._steps_per_batch = 0
-        # Whether a loader may leave micro-batches out, so that those trained are counted.
+        # Whether a loader may leave micro-batches out, so that the trained ones are counted.
         self._counts_micro_batches = False
         # None until a batch of the epoch has ended.
         self._epoch_has_stepped: bool | None = None
-        # Whether the warning of an all_gather that stays in the group was due.
+        # Whether the warning about an all_gather within the group was due.
         self.has_gathered = False
-        # Whether hooks may change what is trainable, and whether they did since the model was
-        # wrapped.
+        # Whether hooks may change which parameters are trainable, and whether they did since the
+        # model was wrapped.
         self._is_between_epochs = False
         self._must_wrap = False
-        # Digests of the model before hooks of epochs, and those of these hooks that the user has.
+        # Digests of the model before epoch hooks, and which of these hooks the user has.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
-        # Landings between two inner steps; the next one reports them.
+        # Landings between two inner steps; the next inner step reports them.
         self._early: list[Landing] = []
         self._announcement: Announcement | None = None
         self._interval: Interval | None = None
-        # Our part of the next row of the loggers.
+        # This strategy's part of the loggers' next row.
         self._row: dict[str, float] = {}
 
     # Start
 
     def begin(self) -> None:
-        """Refuses what cannot work, and replaces what Lightning does over all ranks."""
+        """Refuses setups that cannot work, and replaces what Lightning does over all ranks."""
         trainer = self.trainer
         groups = self.groups
         patches = self.patches
@@ -177,8 +178,8 @@ class Fit(FitState):
         ResumedLoops(trainer, patches)
         self.evaluation.begin(patches)
         wrap(patches, trainer, "save_checkpoint", self._save)
-        # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be
-        # made at any time.
+        # In manual optimization, an optimizer may step without Lightning's wrapper, and may be
+        # created at any time.
         patches.callback(register_optimizer_step_post_hook(self._note_step).remove)
 
     def prepare(self, model: nn.Module) -> None:
@@ -208,10 +209,10 @@ class Fit(FitState):
         engine.rounds.diagnose(diagnoses)
         self.engine = engine
         self._results.engine = engine
-        # Lightning validates and saves over all ranks between two inner steps, so the fit watches
+        # Lightning validates and saves on all ranks between two inner steps, so the fit watches
         # batches instead.
         engine.watch.stop()
-        # A callback that looks for a learning rate has trained in this fit before.
+        # A learning rate finder has already trained in this fit.
         self.landed = False
         self.counts = BatchCounts()
         self._steps_per_batch = 0
@@ -226,10 +227,9 @@ class Fit(FitState):
         self._note_before_hooks()
 
     def _note_step(self, optimizer: Optimizer, *_: Forwarded) -> None:
-        """Marks the batch as an inner step if the optimizer that has just stepped is one of this
-        fit.
+        """Marks the batch as an inner step if the optimizer that just stepped belongs to this fit.
 
-        torch calls this for every optimizer of the process, and other fits may run in other
+        torch calls this for every optimizer in the process, and other fits may run in other
         threads.
         """
         is_in_fit = threading.get_ident() == self._thread or is_in_backward()
@@ -241,13 +241,13 @@ class Fit(FitState):
 
     @property
     def _known_steps(self) -> float:
-        """The inner steps of this fit; infinite where that is not known."""
-        # Lightning says -1 where loaders have no length and nothing else ends the fit.
+        """The number of inner steps in this fit; infinite if unknown."""
+        # Lightning reports -1 if loaders have no length and nothing else ends the fit.
         steps = math.inf if self.trainer.fast_dev_run else self.trainer.estimated_stepping_batches
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # Settings that are open are announced once they are chosen.
+        # Open settings are announced once they are chosen.
         is_due = self.options.federation is None and not self.options.open
         if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
@@ -284,14 +284,14 @@ class Fit(FitState):
             self.evaluation.rewritten.take(self.engine, rewritten, self._epoch_hooks, with_all=True)
 
     def _note_before_hooks(self) -> None:
-        """Notes what the model holds before hooks of epochs run, if the user has any."""
+        """Records the model's values before epoch hooks run, if the user has any."""
         self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
             self._epoch_digests = self.engine.rounds.local_digests()
 
     def follow_model(self) -> bool:
-        """Follows what hooks have changed where an epoch begins; returns whether the model must be
-        wrapped anew.
+        """Follows the changes that hooks made at the start of an epoch; returns whether the model
+        must be wrapped again.
         """
         if self._is_between_epochs and self.engine is not None:
             is_same = self.engine.rounds.cut_model.is_same()
@@ -313,18 +313,20 @@ class Fit(FitState):
         if not must_recut:
             self._take_rewritten()
             return
-        # The fragments do not hold parameters that hooks have reshaped.
+        # The fragments do not match parameters that hooks have reshaped.
         for fragment in engine.rounds.fragments:
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # Requests that came with these launches are decided, and the landings logged, at the next
+        # Requests that came with these launches are decided, and landings are logged, at the next
         # inner step.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
     def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
+        """Lets a checkpoint saved between two epochs hold the parameters that hooks have just
+        replaced.
+        """
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
         if engine is None or engine.is_finished:
@@ -336,9 +338,9 @@ class Fit(FitState):
                 self._note_before_hooks()
         elif engine.rounds.cut_model.new():
             _log.warning(
-                "A checkpoint is saved after parameters were replaced, before the model is cut"
-                " again: a fit that resumes from it begins with the old ones. Replace parameters in"
-                " on_train_epoch_start or on_train_epoch_end."
+                "This checkpoint is saved after parameters were replaced but before the model is"
+                " cut again, so a fit that resumes from it starts with the old parameters. Replace"
+                " parameters in on_train_epoch_start or on_train_epoch_end."
             )
         save(*args, **kwargs)
 
@@ -357,21 +359,20 @@ class Fit(FitState):
         loop = trainer.fit_loop.epoch_loop
         if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
             loop.batch_progress.is_last_batch = True
-            # If Lightning knows the last batch, it does this before the hooks at the end of the
+            # If Lightning knows the last batch, this happens before the hooks at the end of the
             # batch.
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():
-            # Requests that are still on their way concern this epoch, not the next.
+            # Requests still in transit concern this epoch, not the next.
             self.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch()
 
     def end_batch(self, batch: Batch) -> list[Landing]:
-        """Makes an inner step if an optimizer stepped in the batch, or would have.
-
-        Returns what landed.
+        """Runs an inner step if an optimizer stepped in the batch, or would have. Returns the
+        landings.
         """
         self.watch.end()
-        # All that was agreed on after the last inner step is done.
+        # Everything agreed on after the last inner step is done.
         self.requests.agreed_now = 0
         self.landed = False
         if batch is not None:
@@ -389,7 +390,7 @@ class Fit(FitState):
         return landings
 
     def _is_idle_step(self, batch: Batch) -> bool:
-        """Returns whether the other groups may make an inner step while this one had no data."""
+        """Returns whether the other groups may run an inner step while this one had no data."""
         is_alone = self.groups.topology.num_groups == 1
         if batch is not None or self.counts.optimizer_steps or is_alone:
             return False
@@ -397,16 +398,16 @@ class Fit(FitState):
         return count_idle_batch(self.trainer, steps)
 
     def _step(self, engine: StreamingDiLoCo, is_idle: bool) -> list[Landing]:
-        """Makes an inner step, and takes in the requests that came with what landed."""
+        """Runs an inner step, and takes in the requests that came with the landings."""
         if engine.is_finished:
             raise RuntimeError(
                 "Training continues after its last batch: max_epochs or max_steps was raised after"
-                " the worker groups had joined. Set them before trainer.fit, or fit again."
+                " the worker groups had joined. Set both before trainer.fit, or call it again."
             )
         self.requests.ask(self.signals.received)
         if engine.rounds.due(engine.inner_steps + 1):
-            # Before the launch: groups that wait for this one must make it too, and this one waits
-            # for its landing.
+            # This comes before the launch: groups that wait for this one must make the same launch,
+            # and this group waits for its landing.
             self.groups.meet()
         counts = self.counts
         self.counts = BatchCounts()
@@ -423,7 +424,7 @@ class Fit(FitState):
         return landings
 
     def _choose_if_due(self, engine: StreamingDiLoCo) -> None:
-        """Chooses the settings that are open, once enough inner steps were timed."""
+        """Chooses the open settings once enough inner steps have been timed."""
         options = self.options
         rounds = engine.rounds
         first_launch = rounds.began_at + rounds.schedule.first_launch
@@ -440,8 +441,8 @@ class Fit(FitState):
             self._row |= announce_choice(rounds.settings, len(engine.fragments), options.measured)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as
-        an inner step.
+        """Drops metrics that cannot be reduced, and warns if no batch of the epoch counted as an
+        inner step.
         """
         self._is_between_epochs = True
         self._note_before_hooks()
@@ -470,11 +471,10 @@ class Fit(FitState):
             monitor.note(landings)
 
     def _log(self, log_metrics: Function, metrics: State, step: int | None = None) -> None:
-        """Adds what landed to the row that Lightning logs of training, and makes one where a logged
-        step has none.
+        """Adds the landings to Lightning's training row, and creates a row where a logged step has
+        none.
         """
-        # Not through self.log, which repeats values without a landing, and forgets those between
-        # two logged steps.
+        # self.log would repeat values without a landing, and forget those between two logged steps.
         is_step = self.trainer._logger_connector._first_loop_iter is not None
         if self.trainer.training and step is None and (metrics or is_step):
             metrics = {**metrics, **_as_metrics(self._row)}
@@ -482,7 +482,7 @@ class Fit(FitState):
         log_metrics(metrics, step)
 
     def _log_last_row(self) -> None:
-        """Logs what has landed since the last row, where no other row follows."""
+        """Logs the landings since the last row, if no other row follows."""
         last = max(0, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self.trainer._logger_connector.log_metrics(_as_metrics(self._row), step=last)
         self._row = {}
@@ -498,7 +498,7 @@ class Fit(FitState):
         ):
             is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
         if is_last:
-            # Here and not in on_train_end, because the last validation and the last checkpoint come
+            # This is not in on_train_end, because the last validation and the last checkpoint come
             # before that.
             self._note(self.finish())
 
@@ -509,13 +509,13 @@ class Fit(FitState):
             self.engine.rounds.view.keep_outer()
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to its end, with the outer parameters in the module, and returns what
-        landed.
+        """Ends a fit that ran to completion, with the outer parameters in the module; returns the
+        landings.
         """
         if self.engine is None or self.groups.failed:
             return []
         self.groups.meet()
-        # Hooks at the end of the last epoch may have replaced parameters, which all groups end with
+        # Hooks at the end of the last epoch may have replaced parameters, with which all groups end
         # alike.
         cut_model = self.engine.rounds.cut_model
         if not self.engine.is_finished and self._any_rank(bool(cut_model.new())):
@@ -526,18 +526,18 @@ class Fit(FitState):
         return landings
 
     def align(self) -> None:
-        """Gives all ranks the model of the first group, after callbacks and hooks of the end."""
+        """Gives all ranks the first group's model, after the callbacks and hooks at the end."""
         if self.groups.is_alone:
             return
         self.groups.meet()
         unlike = align_at_end(self.trainer.lightning_module, self.groups.topology)
         if unlike and self.trainer.is_global_zero:
             _log.warning(
-                "After training %d tensors of the model differ between ranks: %s%s. A hook or"
-                " callback changed them after the last step, and its values differ between ranks."
-                " All ranks now hold those of rank 0. The outer model is in"
+                "After training, %d tensors of the model differ between ranks: %s%s. A hook or"
+                " callback changed them after the last step, with values that differ between"
+                " ranks. All ranks now hold rank 0's values. The outer model is in"
                 " strategy.outer_state_dict() and in the last checkpoint. To keep what the hook"
-                " writes, let it write the same on all ranks.",
+                " writes, make it write the same values on all ranks.",
                 len(unlike),
                 ", ".join(map(repr, unlike[:_SHOWN])),
                 ", ..." if len(unlike) > _SHOWN else "",
@@ -561,14 +561,14 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns scalars as Lightning keeps them, in trainer.logged_metrics too; float64 holds any
-    number of bytes.
+    """Returns scalars as Lightning keeps them, also in trainer.logged_metrics; float64 is exact for
+    any number of bytes.
     """
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
 def samples_in(batch: Batch) -> int:
-    """Returns how many samples a batch has: the length of its first tensor; 0 if there is none."""
+    """Returns the number of samples in a batch: the length of its first tensor; 0 without one."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     if isinstance(batch, Mapping):

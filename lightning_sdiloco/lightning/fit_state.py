@@ -1,15 +1,16 @@
-"""A fit as its parts see it, and the requests of its ranks to each other, such as after a signal.
+"""A fit as its parts see it, and the requests that its ranks send each other, as after a signal.
 
-A request travels in the control vector of a launch. When that lands, all ranks agree on it.
+A request travels in a launch's control vector. When the launch lands, all ranks agree on the
+request.
 
 [Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it
-only takes note; the request travels with the next launch. When that has landed, on every rank after
-the same inner step, all save together and end. A second signal changes nothing, neither before nor
-after that.
+only records the signal; the request travels with the next launch. When that launch has landed,
+which happens after the same inner step on every rank, all ranks save together and end. A second
+signal changes nothing, either before or after that.
 
-[Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes
-exactly. If a validation is due, it is the place before the first validation batch: the resumed fit
-starts with that validation. Otherwise it is the place after everything else. After the last batch
+[Note: where a fit ends] At the end of a batch there are two points from which Lightning resumes
+exactly. If a validation is due, it is the point before the first validation batch: the resumed fit
+starts with that validation. Otherwise it is the point after everything else. After the last batch
 of an epoch Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
 """
 
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(IntFlag):
-    """The requests. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
+    """The requests. From ``CHECKPOINT`` on, each bit represents one periodic checkpoint."""
 
     TERMINATE = 1
     TIME_LIMIT = 2
@@ -52,33 +53,33 @@ MOST_CHECKPOINTS = sum(bit >= Request.CHECKPOINT for bit in _BITS)
 
 class Requests:
     def __init__(self, engine: StreamingDiLoCo | None = None) -> None:
-        # Its launches carry the requests.
+        # The engine's launches carry the requests.
         self._engine = engine
-        # The inner step after which each request was last done.
+        # The inner step after which each request was last fulfilled.
         self.done_at: dict[int, int] = {}
         self.agreed_now = 0
-        # The periodic checkpoint, by number, about which a callback asks just now.
+        # The number of the periodic checkpoint that a callback is asking about now.
         self.deciding: int | None = None
 
     def ask(self, bit: int) -> None:
-        """Asks all groups for something. Asking again before it is done changes nothing."""
+        """Sends a request to all groups. Repeating it before it is fulfilled changes nothing."""
         if self._engine is not None:
-            # A plain number: it is saved with the engine.
+            # A plain number, because it is saved with the engine.
             self._engine.rounds.requests.ask(int(bit))
 
     def settle(self, bit: int) -> None:
-        """Marks what was asked for up to now as done. All ranks do so after the same inner step."""
+        """Marks all requests made so far as done. All ranks do so after the same inner step."""
         if self._engine is not None:
             self.done_at[int(bit)] = self._engine.inner_steps
             self._engine.rounds.requests.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], requested: int) -> None:
-        """Takes in the requests that came with landings: all ranks agree on them now, after the
+        """Takes in the requests that came with landings: all ranks now agree on them, after the
         same inner step.
 
         Args:
             landings: The landings of this inner step.
-            requested: Requests of the ranks of a site to each other in this inner step.
+            requested: Requests among a site's own ranks in this inner step.
         """
         self.agreed_now = requested
         for landing in landings:
@@ -92,8 +93,8 @@ class Requests:
         return bool(self.agreed_now & int(bit))
 
     def vote(self, skip: object) -> bool | None:
-        """Answers whether all ranks skip the save for which a checkpoint callback asks; None if
-        none does.
+        """Returns whether all ranks skip the save that a checkpoint callback asks about; None if
+        none asks.
         """
         if self.deciding is None or not isinstance(skip, bool):
             return None
@@ -119,7 +120,7 @@ class FitState:
     is_ending: bool
     """Whether a signal ends the fit on all ranks."""
     ended: bool
-    """Whether it has, and the checkpoint is saved."""
+    """Whether a signal has ended it, and the checkpoint is saved."""
 
     @property
     def is_training(self) -> bool:
@@ -127,7 +128,9 @@ class FitState:
 
 
 class Signals:
-    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks agree."""
+    """Records the signals that this rank receives in a fit, and ends the fit when all
+    ranks agree.
+    """
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
@@ -157,7 +160,7 @@ class Signals:
 
     @property
     def received(self) -> int:
-        # From a copy: another one may come meanwhile.
+        # Iterates over a copy, because another signal may arrive meanwhile.
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
@@ -177,11 +180,11 @@ class Signals:
             self._requeued_by = signum
 
     def _after_batch(self, original: Function, data_fetcher: object) -> None:
-        """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
+        """Ends a batch, and the fit if all ranks agreed to; see [Note: where a fit ends]."""
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
-            # As when a validation stops in its first batch, with which Lightning then starts again.
+            # As when a validation stops in its first batch, from which Lightning then starts again.
             loop.val_loop.batch_progress.reset_on_run()
             loop.val_loop.batch_progress.increment_ready()
             loop.val_loop.batch_progress.increment_started()
@@ -195,8 +198,8 @@ class Signals:
         original()
         if agreed:
             # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores
-            # no loader. The hooks at the end of the epoch have run, and are not repeated: the
-            # current count says so; see [Note: the rest of a batch].
+            # no loader. The hooks at the end of the epoch have run and are not repeated, as the
+            # current count shows; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):
                 count.processed -= 1
@@ -208,19 +211,19 @@ class Signals:
     def _agreed(self) -> int:
         """Returns the signals on which all ranks agree now."""
         if not self._fit.is_training:
-            return 0  # A fit that finished with this very step goes on to its end.
+            return 0  # A fit that finished with this very step runs to its end.
         return sum(filter(self._fit.requests.agreed, SIGNALLED))
 
     def _end(self, agreed: int) -> NoReturn:
         self._fit.is_ending = True
         if agreed & Request.REQUEUE and self._requeue is not None:
-            # Lightning's own handler: it saves and requeues the job, which resumes by itself.
+            # Lightning's own handler saves and requeues the job, which then resumes by itself.
             self._requeue(self._requeued_by or agreed, None)
         else:
             self._save()
         self._fit.ended = True
         if self._fit.engine is not None and self._fit.options.federation is not None:
-            # It goes on in another process.
+            # It continues in another process.
             self._fit.engine.leave()
         self._trainer._signal_connector.received_sigterm = True
         raise self._fit.termination
@@ -239,8 +242,8 @@ class Signals:
             advice = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
         else:
             advice = (
-                "No checkpoint was saved, because the trainer saves none (enable_checkpointing,"
-                " fast_dev_run, barebones)."
+                "No checkpoint was saved, because the trainer's settings rule it out"
+                " (enable_checkpointing, fast_dev_run, barebones)."
             )
         if trainer.is_global_zero:
             _log.warning(
@@ -252,7 +255,7 @@ class Signals:
 
 def listen_without_fit(trainer: Trainer, undo: ExitStack) -> None:
     """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of
-    whatever runs.
+    whatever is running.
     """
     connector = trainer._signal_connector
 

@@ -1,8 +1,8 @@
-"""The worker groups as a process sees them: how ranks find each other, and over which of them a
-collective goes.
+"""The worker groups as a process sees them: how ranks find each other, and which ranks a collective
+spans.
 
-Inside a batch the collectives of Lightning and of user code stay in the worker group; otherwise
-they go over all ranks.
+Inside a batch, the collectives of Lightning and of user code stay within the worker group;
+elsewhere they span all ranks.
 """
 
 import inspect
@@ -56,11 +56,11 @@ from lightning_sdiloco.lightning.options import Options
 
 _log = logging.getLogger(__name__)
 
-# How long processes may take to end by themselves if the first has failed before they met.
+# How long processes may take to exit by themselves if the first one fails before they meet.
 _SECONDS_TO_END = 3.0
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker
-# group: over all ranks it would make every group wait for the slowest one at every step.
+# group: if it spanned all ranks, every group would wait for the slowest at every step.
 _PER_BATCH_HOOKS = frozenset(
     {
         "training_step",
@@ -82,17 +82,17 @@ _PER_BATCH_HOOKS = frozenset(
 )
 
 
-# The trainers that run in this process, by their groups, each with its thread.
+# The trainers running in this process, by their groups, each with its thread.
 _running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = (
     weakref.WeakKeyDictionary()
 )
 
-# Only one thread at a time makes the default process group and those that belong to it.
+# Only one thread at a time creates the default process group and its subgroups.
 _connecting = threading.Lock()
 
 
 class ConnectedGroups:
-    """The ranks of all worker groups. It lives as long as the strategy, over several fits."""
+    """The ranks of all worker groups. It lives as long as the strategy, across several fits."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -103,7 +103,9 @@ class ConnectedGroups:
 
     @property
     def topology(self) -> Topology:
-        """Worker groups and the connections between them; known once processes are connected."""
+        """The worker groups and the connections between them; known once processes
+        are connected.
+        """
         assert self._topology is not None, "the process groups are made in setup_environment"
         return self._topology
 
@@ -113,20 +115,20 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank ends with an exception: it must not wait for others, which may
-        be gone.
+        """Returns whether this rank is ending with an exception: it must not wait for ranks that
+        may be gone.
         """
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def enter(self) -> None:
-        """Notes that a trainer begins to run in this thread, until `leave`."""
+        """Records that a trainer runs in this thread, until `leave`."""
         _running[self] = threading.current_thread()
 
     def leave(self) -> None:
         _running.pop(self, None)
 
     def check(self, host: Host, options: Options, model_format: WholeModel) -> None:
-        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot
+        """Refuses ranks that do not divide into worker groups, and devices that NCCL cannot
         connect.
         """
         _layout(host, options, model_format)
@@ -140,11 +142,10 @@ class ConnectedGroups:
             self._connect(host, options, model_format, set_up)
 
     def _refuse_another_thread(self) -> None:
-        """Refuses to run beside a trainer of another thread if there are other processes.
+        """Refuses to run alongside another thread's trainer if there are other processes.
 
-        Engines have channels of their own, but trainers meet in the default process group, before
-        validations and at the end, and ranks would take the meeting of one trainer for that of
-        another.
+        Engines have their own channels, but trainers meet in the default process group, before
+        validations and at the end, and ranks would confuse one trainer's meeting with another's.
         """
         thread = threading.current_thread()
         busy = [
@@ -156,8 +157,8 @@ class ConnectedGroups:
             raise ValueError(
                 f"A trainer already runs in the thread {busy[0]!r} of this process, and this one"
                 f" was started in {thread.name!r}: with {world().size} processes their collectives"
-                " would be taken for each other's. Run one after the other, or in processes of"
-                " their own."
+                " would be mistaken for each other's. Run one after the other, or each in its own"
+                " processes."
             )
 
     def _connect(
@@ -169,7 +170,7 @@ class ConnectedGroups:
             # Fabric has the second.
             set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
             set_world_ranks()
-            # Kept until they are connected: the default process group takes over its store.
+            # Kept until the ranks are connected: the default process group takes over its store.
             rendezvous = None if is_connected() else _meet(host, layout.world_size, timeout)
             if rendezvous is not None and host.num_nodes > 1:
                 group = layout.group_of(host.global_rank)
@@ -186,7 +187,7 @@ class ConnectedGroups:
         rank = host.global_rank
         warn_of_shared_store(rank)
         self._failures = Failures(store(), rank, layout.group_of(rank), layout.world_size)
-        # A second fit in this process finds the process groups of the first.
+        # A second fit in this process finds the first fit's process groups.
         if self._topology is None or self._topology.is_stale():
             _refuse_other_size(layout.world_size)
             require_same_settings({**options.described(), **model_format.described}, world())
@@ -209,7 +210,7 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Reports to the others that this rank ends with an exception; from now on it must not wait
+        """Tells the other ranks that this one ends with an exception; from now on it must not wait
         for them.
         """
         self.failed = True
@@ -220,15 +221,15 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def meet(self) -> None:
-        """Announces that this rank is about to wait for all others; some may wait for its epoch to
-        end.
+        """Announces that this rank is about to wait for all others, some of which may be waiting
+        for its epoch to end.
         """
         if self.announce is not None and not self.failed:
             self.announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; before they connect, or after an exception, what
-        this one does.
+        """Returns what all ranks decide together; before they connect, or after an exception, this
+        rank's own decision.
         """
         if self.is_alone or not self.is_connected:
             return decision
@@ -238,7 +239,7 @@ class ConnectedGroups:
         return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means over all ranks of the numbers that all ranks have; nothing after an
+        """Returns the means, over all ranks, of the numbers that all of them have; nothing after an
         exception.
         """
         if self.is_alone:
@@ -250,9 +251,7 @@ class ConnectedGroups:
 
     @contextmanager
     def waiting(self, names: Sequence[object], engine: StreamingDiLoCo | None) -> Iterator[None]:
-        """Explains what may be wrong if the others do not reach a barrier at which this rank waits
-        in a block.
-        """
+        """Explains what may be wrong if the others do not reach a barrier where this rank waits."""
         self.meet()
         try:
             yield
@@ -269,7 +268,7 @@ class ConnectedGroups:
 
 
 def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
-    """Meets all processes at the main address, before the default process group is made."""
+    """Meets all processes at the main address, before the default process group is created."""
     environment = host.cluster_environment
     is_by_hand = "LightningEnvironment" in class_names(type(environment))
     advice = ""
@@ -286,8 +285,8 @@ def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
 
 
 def _end_processes_of(host: Host) -> None:
-    """Ends the processes that run the script again, and would wait for this one."""
-    # Lightning watches the list of them, and would end this process too before it has said why.
+    """Ends the processes that rerun the script and would wait for this one."""
+    # Lightning watches the list of them, and would end this process before it has said why.
     processes = getattr(host.launcher, "procs", [])
     started = [process for process in processes if isinstance(process, subprocess.Popen)]
     if started:
@@ -300,29 +299,29 @@ def _end_processes_of(host: Host) -> None:
 
 
 def _refuse_other_size(world_size: int) -> None:
-    """Refuses process groups that other code has made, if they have another number of ranks."""
+    """Refuses process groups that other code has created with a different number of ranks."""
     if world().size != world_size:
         raise ValueError(
             f"{world().size} processes are connected by code outside Lightning, but the worker"
-            f" groups are made for {world_size}. Set devices and num_nodes to that number, or give"
+            f" groups expect {world_size}. Set devices and num_nodes to that number, or give"
             " plugins a cluster environment whose world_size() returns it."
         )
 
 
 def _layout(host: Host, options: Options, model_format: WholeModel) -> GroupLayout:
-    """Returns which ranks form a worker group, of as many as the environment says there are."""
+    """Returns which ranks form a worker group, given the environment's number of ranks."""
     nodes = host.num_nodes
     processes = host.num_processes
     environment = host.cluster_environment
     world_size = nodes * processes
-    # An environment that refuses these numbers does so at the launch, in its own words.
+    # An environment that refuses these numbers does so at launch, with its own message.
     with suppress(ValueError):
         environment.validate_settings(num_devices=processes, num_nodes=nodes)
         world_size = host.world_size
     if world_size % nodes:
         raise ValueError(
-            f"{type(environment).__name__} says that there are {world_size} processes, which do not"
-            f" fill num_nodes={nodes} nodes equally. Start the same number on every node, or leave"
+            f"{type(environment).__name__} reports {world_size} processes, which cannot be divided"
+            f" equally among num_nodes={nodes} nodes. Start the same number on every node, or leave"
             " num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
@@ -349,24 +348,26 @@ def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> b
 
 
 class ScaleWatch:
-    """Warns once of a loss that may be scaled by the number of all ranks, as for DDP.
+    """Warns once about a loss that may be scaled by the number of all ranks, as for DDP.
 
-    DistributedDataParallel averages gradients over the ranks of a group, so a loss that is
-    multiplied by ``trainer.world_size`` to get their sum gets it as many times as there are groups.
-    Rank 0 looks for code outside of Lightning that reads this number in a training batch, and for a
-    module that keeps it.
+    DistributedDataParallel averages gradients over the ranks of a group, so a loss multiplied by
+    ``trainer.world_size`` to get their sum is too large by a factor of the number of groups. Rank 0
+    looks for code outside Lightning that reads this number in a training batch, and for a module
+    that stores it.
     """
 
     def __init__(self) -> None:
         self._has_warned = False
 
     def look_at(self, module: LightningModule, topology: Topology) -> None:
-        """Looks whether a module was given the number as an attribute."""
+        """Checks whether a module has the number as an attribute."""
         if vars(module).get("world_size") == topology.world.size:
             self._warn("The module keeps world_size", topology)
 
     def read(self, module: LightningModule | None, topology: Topology) -> None:
-        """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
+        """Checks which code reads the number: the caller's caller, or the code that asks the
+        trainer for it.
+        """
         if self._has_warned or torch.compiler.is_compiling() or not in_batch(module):
             return
         frame = inspect.currentframe()
@@ -379,9 +380,9 @@ class ScaleWatch:
         self._has_warned = True
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
-                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d of"
-                " a group. A loss that is multiplied by it, as for DDP, has gradients %d times too"
-                " large: use trainer.strategy.topology.group_size there. Shown once.",
+                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d"
+                " ranks of a group. A loss multiplied by it, as for DDP, has gradients %d times"
+                " too large: use trainer.strategy.topology.group_size there. Shown once.",
                 place,
                 topology.world.size,
                 topology.group_size,

@@ -1,10 +1,10 @@
-"""Lightning's insides: a register of the names that are used, the one way to patch, and refusals.
+"""Lightning's internals: a register of the names used here, the one way to patch, and refusals.
 
-[Note: the register] Some promises to users rest on names that Lightning may change in any release:
-private ones, and methods that are replaced for the time of a fit. Each is in `REGISTER`.
-`check_names` looks for all of them before a fit begins, so that no promise ends without a word, and
-`wrap` replaces nothing that is not in the register. A test compares the register with the source;
-another misses one at each place.
+[Note: the register] Some promises to users depend on names that Lightning may change in any
+release: private names, and methods that are replaced during a fit. Each is in `REGISTER`.
+`check_names` looks for all of them before a fit begins, so that no promise is broken silently, and
+`wrap` replaces nothing that is not in the register. One test compares the register with the source;
+another removes a name at each place.
 
 [Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with
 `isinstance`: there are two distributions, each with its own classes; one of them may not be
@@ -26,22 +26,22 @@ from lightning_sdiloco.registration import variants
 _log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
-"""One of Lightning's or of a user's, which is called as they call it."""
+"""A function of Lightning's or of a user's, called with their arguments."""
 
 State = dict[str, Any]
-"""What is saved of an object, or returned for that."""
+"""The saved state of an object, or what is returned for it."""
 
 Forwarded = Any
-"""An argument of Lightning's, which is passed on as it comes."""
+"""An argument of Lightning's that is passed on unchanged."""
 
 Batch = Any
-"""What a user's data loader yields."""
+"""The items that a user's data loader yields."""
 
 Host = Any
-"""One of our strategies, of which each has a base class of Lightning's."""
+"""One of our strategies, each of which has a Lightning base class."""
 
 Internal = Any
-"""An object of Lightning's own, whose class its version or its distribution chooses."""
+"""An object of Lightning's whose class depends on its version or distribution."""
 
 Trainer = Any
 """A Trainer of either distribution. Lightning declares few of its attributes, such as callbacks."""
@@ -49,17 +49,17 @@ Trainer = Any
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as LightningModule
 else:
-    # That of either distribution, of which none may be imported here.
+    # From either distribution; neither may be imported here.
     LightningModule = object
 
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 OLDEST = "2.5.0"
 NEWEST = "2.6.6"
-"""The first and the last version of Lightning that the tests have passed with."""
+"""The oldest and newest versions of Lightning with which the tests have passed."""
 
 FABRIC = "Fabric's DDPStrategy"
-"""Stands for the base class of Fabric's strategy, which has the name of another class."""
+"""Represents the base class of Fabric's strategy, whose name another class also has."""
 
 
 class HostName(NamedTuple):
@@ -67,13 +67,13 @@ class HostName(NamedTuple):
     name: str
     first: str = OLDEST
     without: str = ""
-    """What a run lacks without an optional name; empty for a required one."""
+    """The feature that a run lacks without an optional name; empty for a required name."""
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"
 
     def is_expected_in(self, version: str) -> bool:
-        """Returns whether a version should have it: one that is newer than all that were tried
+        """Returns whether a version should have the name; versions newer than all tested ones
         should.
         """
         return _numbers_of(version) >= _numbers_of(self.first)
@@ -85,17 +85,17 @@ def _numbers_of(version: str) -> list[int]:
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
-# Names that are used, patched, overridden or set, by place, with the features that depend on them.
+# Names that are used, patched, overridden or set, by place, with the features that need them.
 _NEEDED = {
-    # The beginning and saving of a fit, its loaders, and the hook that runs.
+    # How a fit starts and is saved, its loaders, and the hook that is running.
     "trainer": (
         "_signal_connector _logger_connector _data_connector save_checkpoint _default_root_dir"
     ),
     "trainer.lightning_module": "_trainer _current_fx_name _device_mesh forward log log_dict",
     "trainer._data_connector": "_prepare_dataloader",
-    # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
+    # After a signal, all ranks end at the same point, from which the fit resumes exactly.
     "trainer._signal_connector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
-    # Epochs of unequal lengths end together, also after a resume, and all groups validate after the
+    # Epochs of unequal lengths end together, even after a resume, and all groups validate after the
     # same batch.
     "trainer.fit_loop": (
         "setup_data reset on_advance_start on_advance_end on_save_checkpoint _data_fetcher"
@@ -113,7 +113,7 @@ _NEEDED = {
     "trainer.validate_loop": "run",
     "trainer.test_loop": "run",
     "trainer.predict_loop": "run",
-    # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not
+    # A resumed epoch has its first batches' metrics; a metric that is computed in a batch does not
     # wait.
     "trainer._logger_connector": "_callback_metrics _first_loop_iter log_metrics",
     _RESULT: "_Metadata _ResultMetric _Sync",
@@ -126,9 +126,9 @@ _NEEDED = {
     ),
     "Timer": "_check_time_remaining _duration",
     "CheckpointIO": "save_checkpoint load_checkpoint",
-    # Averages are of outer parameters.
+    # Averages use outer parameters.
     "StochasticWeightAveraging": "_average_model on_train_epoch_start",
-    # The ranks start, connect, and reduce gradients in their worker group.
+    # The ranks start, connect, and reduce gradients within their worker group.
     "trainer.strategy": "_configure_launcher _launcher reduce barrier",
     "DDPStrategy": "_setup_model _ddp_kwargs _ddp_comm_hook _ddp_comm_state _start_method",
     "ModelParallelStrategy": "_setup_distributed _device_mesh",
@@ -136,19 +136,21 @@ _NEEDED = {
     "lightning.pytorch.strategies.launchers": "_MultiProcessingLauncher",
     "_MultiProcessingLauncher": "_wrapping_function _start_method _strategy",
     FABRIC: "_configure_launcher _ddp_kwargs _set_world_ranks",
-    # `sdiloco simulate` reads the configuration of a command line.
+    # `sdiloco simulate` reads a command line's configuration.
     "LightningCLI": "_get _run_subcommand",
 }
 
 _SET = ("_launcher", "_device_mesh")
-"""Names that are set, and are there then: Lightning must show them in public ones."""
+"""Names that are set here, and so exist afterwards: public names must show that Lightning uses
+them.
+"""
 
 _WEIGHT_AVERAGING = (
     "_average_model _latest_update_step should_update on_train_batch_end on_train_epoch_end"
     " on_train_end on_save_checkpoint"
 )
 
-_OWN_LOGS = "hosts that are sites write into one folder of logs"
+_OWN_LOGS = "hosts that are sites write into the same log folder"
 
 REGISTER = (
     *(HostName(place, name) for place, names in _NEEDED.items() for name in names.split()),
@@ -174,9 +176,7 @@ REGISTER = (
 
 
 def check_names(trainer: Trainer) -> None:
-    """Looks for all names of the register that a fit of this trainer may need; see [Note: the
-    register].
-    """
+    """Looks for all registered names that this trainer's fit may need; see [Note: the register]."""
     version = str(importlib.import_module(_distribution_of(trainer)).__version__)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [
@@ -188,7 +188,7 @@ def check_names(trainer: Trainer) -> None:
 
 
 def check_without_trainer(host: Internal, place: str = "") -> None:
-    """Looks for the names of the register in a class, or in an object that stands for a place."""
+    """Looks for the registered names in a class, or in an object that represents a place."""
     places = {place} if place else class_names(host)
     _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
 
@@ -207,7 +207,7 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
 
 
 def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
-    """Replaces a function of Lightning's with one that gets it as its first argument."""
+    """Replaces a Lightning function with one that receives it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
     if not hasattr(target, name):
@@ -226,7 +226,9 @@ def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
 
 
 class _Replacement(partial[object]):
-    """A function that replaces a method; copies and pickles of the object have the method itself."""
+    """A function that replaces a method; copies and pickles of the object have the
+    original method.
+    """
 
     replaced: tuple[object, str]
 
@@ -238,7 +240,7 @@ class _Replacement(partial[object]):
         return replacement
 
     def __reduce__(self) -> tuple[object, tuple[object, str]]:
-        # As for a bound method. The copy has no attributes of its own yet when this is called for
+        # As for a bound method. The copy has no attributes yet when this is called for
         # it.
         return getattr, self.replaced
 
@@ -247,10 +249,10 @@ class _Replacement(partial[object]):
 
 
 def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
-    """Yields the objects at a place: none where the trainer has nothing of the kind."""
+    """Yields the objects at a place; none if the trainer has nothing of the kind."""
     top, *path = place.split(".")
     if top == "trainer":
-        # The private names on the way are in the register themselves.
+        # The private names along the path are in the register themselves.
         with suppress(AttributeError):
             host = reduce(getattr, path, trainer)
             # Simulated processes have no launcher.
@@ -267,7 +269,7 @@ def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
 
 @cache
 def _imported(place: str) -> object:
-    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such
+    """Returns a module, or an object of a class as ``__init__`` makes it; None without such a
     class.
     """
     module, _, name = place.rpartition(".")
@@ -286,9 +288,7 @@ def _distribution_of(trainer: Trainer) -> str:
 
 
 def _has(host: Internal, entry: HostName) -> bool:
-    """Returns whether an object of Lightning has a name by itself, and not because a subclass of
-    ours has it.
-    """
+    """Returns whether a Lightning object itself has a name, rather than only our subclass of it."""
     name = entry.name
     is_class = isinstance(host, type)
     attributes: Mapping[str, object] = {} if is_class else getattr(host, "__dict__", {})
@@ -307,9 +307,9 @@ def is_of_lightning(module: str) -> bool:
 
 
 def class_names(kind: type) -> set[str]:
-    """Returns the names of the classes of Lightning that a class inherits from.
+    """Returns the names of the Lightning classes that a class inherits from.
 
-    Others may have the same names.
+    Other classes may have the same names.
     """
     return {base.__name__ for base in kind.__mro__ if is_of_lightning(base.__module__)}
 
@@ -318,7 +318,7 @@ _OURS = __name__.partition(".")[0]
 
 
 def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """Returns which of these hooks the user's module and callbacks have, as ``Class.hook``."""
+    """Returns which of these hooks the user's module and callbacks define, as ``Class.hook``."""
     hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
         # A LambdaCallback holds its hooks itself.
@@ -330,47 +330,47 @@ def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     return list(hooks)
 
 
-# Refused are trainers that would leave worker groups with different models, or waiting for each
+# Trainers are refused that would leave worker groups with different models, or waiting for each
 # other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
-# Those of Lightning's ModelParallelStrategy.
+# The precisions of Lightning's ModelParallelStrategy.
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-# Why a callback cannot work, by its class.
+# Why a callback cannot work, by class.
 _WITH_GROUPS = {
     "ModelPruning": (
-        "prunes by the local weights of each worker group, so every group would prune something"
-        " else. Prune the outer model after training, with torch.nn.utils.prune."
+        "prunes by each worker group's local weights, so every group would prune different ones."
+        " Prune the outer model after training, with torch.nn.utils.prune."
     ),
     "SpikeDetection": (
         "asks all ranks after every batch whether there was a spike, so every worker group would"
-        " wait for the slowest at every step. Leave it out; a group whose values are not finite is"
+        " wait for the slowest at every step. Remove it; a group whose values are not finite is"
         " left out of the mean anyway."
     ),
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
-        "copies the whole model, but every rank has only a part. Leave it out: the outer model,"
-        " which validation and checkpoints use, is an average already.",
+        "copies the whole model, but every rank has only a part of it. Remove it: the outer"
+        " model, which validation and checkpoints use, is already an average.",
     ),
     "BaseFinetuning": (
-        "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
-        " configure_model what stays frozen, and train in several fits."
+        "unfreezes layers between epochs, which sharded parameters do not support. Freeze the"
+        " layers in configure_model instead, and train in several fits."
     ),
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
     "averages outer parameters over time, but on this route each worker group holds its own, so"
-    " every group would end with another average. Leave out the callback, or route.",
+    " every group would end with a different average. Remove the callback, or leave out route.",
 )
 
 
 def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None:
-    """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part
-    of the model.
+    """Refuses setups that cannot work with groups, on a route, or where each rank of a group holds
+    part of the model.
     """
     precision = trainer.strategy.precision_plugin.precision
     if is_sharded and precision not in _PRECISIONS:
@@ -378,20 +378,20 @@ def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None
             f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
-    # Lightning before 2.6 has no such validation.
+    # Lightning has no such validation before 2.6.
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None:
         raise ValueError(
-            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock,"
-            " validate after another batch and wait there for the others. Give it as a number of"
-            " batches, or as a share of the epoch."
+            f"val_check_interval is a time, {seconds:g} s: each rank would use its own clock,"
+            " validate after a different batch, and wait there for the others. Set it to a number"
+            " of batches, or to a share of the epoch."
         )
     averaging = _averaging_callbacks(trainer)
     if len(averaging) > 1:
         names = ", ".join(type(callback).__name__ for callback in averaging)
         raise ValueError(
-            f"Several callbacks average weights: {names}. A checkpoint has room for one average,"
-            " and the module for one at the end. Keep one of them."
+            f"Several callbacks average weights: {names}. A checkpoint can hold only one average,"
+            " and so can the module at the end. Keep one of them."
         )
     reasons = dict(_WITH_GROUPS)
     if not shares:
@@ -421,25 +421,25 @@ def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
     if contains_batch_norm(trainer.lightning_module):
         raise ValueError(
             f"{type(averaging).__name__} does not work with a model that has BatchNorm: it adds an"
-            " epoch that recomputes the statistics, in every worker group from its own data and"
-            " without an exchange, so every group would end with another model. Use WeightAveraging"
-            " or EMAWeightAveraging, which also average the statistics."
+            " epoch in which every worker group recomputes the statistics from its own data,"
+            " without an exchange, so every group would end with a different model. Use"
+            " WeightAveraging or EMAWeightAveraging, which also average the statistics."
         )
 
 
 def may_write_at_end(trainer: Trainer) -> bool:
-    """Returns whether a hook of the end of training may change the model: one of a user, or of an
-    average.
+    """Returns whether a hook at the end of training may change the model: a user's, or an
+    average's.
     """
     return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
 
 def refuse_in_notebook(host: Host) -> None:
-    """Refuses to start processes in a notebook in a way that would run a script again.
+    """Refuses to start processes in a notebook by rerunning a script.
 
     Lightning advises DDP there.
     """
-    # Lightning decides alike.
+    # Lightning decides the same way.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
     if not is_interactive or launcher is None or launcher.is_interactive_compatible:
@@ -455,8 +455,8 @@ def refuse_in_notebook(host: Host) -> None:
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:
-    """Replaces what torch says of parameters without a gradient, before Lightning does so and
-    advises DDP.
+    """Replaces torch's message about parameters without a gradient, before Lightning replaces it
+    and advises DDP.
     """
     advice = (
         "It looks like your LightningModule has parameters that were not used in producing the loss"

@@ -1,10 +1,10 @@
-"""How the ranks of a worker group hold the model: each the whole of it, or each a part.
+"""How the ranks of a worker group hold the model: each rank all of it, or each rank a part.
 
-All that depends on this is here: the arguments of Lightning's strategy, the shape of a group, the
-wrapped model, and how model and inner optimizers go into checkpoints and come back.
+Everything that depends on this is here: the arguments of Lightning's strategy, the shape of a
+group, the wrapped model, and how the model and inner optimizers are saved and restored.
 
 [Note: sharded folders] Only the first worker group writes: all groups hold the same outer model,
-and its inner optimizers come from rank 0. The folder is written beside its final place, and moved
+and its inner optimizers come from rank 0. The folder is written next to its final place, and moved
 there when it is complete.
 """
 
@@ -58,8 +58,8 @@ Checkpoint = State
 Save = Callable[[Checkpoint, Forwarded, Forwarded], None]
 Load = Callable[..., Checkpoint]
 
-# Arguments that the strategy passes to DistributedDataParallel itself, and those of DDPStrategy
-# that do not go to it.
+# Arguments that the strategy itself passes to DistributedDataParallel, and DDPStrategy arguments
+# that are not passed on.
 _NOT_FOR_DDP = frozenset(
     (
         "module",
@@ -70,19 +70,19 @@ _NOT_FOR_DDP = frozenset(
         "timeout",
         "start_method",
     )
-    # It would average parameters over all ranks every few steps.
+    # This hook would average parameters over all ranks every few steps.
     + ("model_averaging_period",)
 )
 
-# The file in a sharded folder in which Lightning keeps all but the tensors.
+# The file in a sharded folder in which Lightning keeps everything but the tensors.
 _METADATA = "meta.pt"
 
 
 class WholeModel:
-    """Every rank of a group holds the whole model, and DistributedDataParallel averages their
+    """Every rank of a group holds the whole model, and DistributedDataParallel averages the
     gradients.
 
-    `ShardedModel` overrides what differs where ranks share it.
+    `ShardedModel` overrides the parts that differ when ranks share the model.
     """
 
     summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
@@ -102,12 +102,13 @@ class WholeModel:
     """Whether checkpoints are sharded folders, which no CheckpointIO writes."""
 
     mesh: Mapping[str, int] = MappingProxyType({})
-    """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the
-    model."""
+    """The sizes of a group's data-parallel and tensor-parallel dimensions, if its ranks share the
+    model.
+    """
 
     def __init__(self, arguments: State) -> None:
         """Takes what `base_arguments` returned."""
-        # Arguments that must be the same on all ranks.
+        # These arguments must be the same on all ranks.
         self.described: dict[str, str] = {}
 
     @staticmethod
@@ -140,8 +141,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which"
-                " runs the script again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown: it must be 'popen' (the default, which"
+                " runs the script again), 'spawn', 'fork', or 'forkserver'. Choose one of them."
             )
         require_backend(process_group_backend)
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
@@ -153,7 +154,7 @@ class WholeModel:
     def layout(
         self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
     ) -> GroupLayout:
-        """``"auto"`` is a group per node, or per device of a single node."""
+        """``"auto"`` means one group per node, or per device on a single node."""
         world_size = num_nodes * num_processes
         if isinstance(worker_groups, str):
             worker_groups = num_nodes if num_nodes > 1 else world_size
@@ -164,13 +165,13 @@ class WholeModel:
     def wrap(self, host: Host, module: nn.Module, topology: Topology, wrap: Function) -> Internal:
         process_group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = process_group
-        # Without the process group a communication hook of DDP reduces gradients over all groups.
+        # Without the process group, a DDP communication hook reduces gradients over all groups.
         state = host._ddp_comm_state
         if state is None and host._ddp_comm_hook is not None:
             host._ddp_comm_state = process_group
         elif state is not None and getattr(state, "process_group", process_group) is None:
             state.process_group = process_group
-        # A simulated group has no process group, and wraps in its own way.
+        # A simulated group has no process group, and wraps the model in its own way.
         is_single = topology.group_size == 1 and process_group is not None
         if is_single and is_plain(host._ddp_kwargs, module):
             device_ids = host.determine_ddp_device_ids()
@@ -185,15 +186,15 @@ class WholeModel:
 
     @staticmethod
     def _warn_of_static_graph(topology: Topology) -> None:
-        """Warns that buckets are not rebuilt before the first step, so that a resumed run may round
+        """Warns that buckets are not rebuilt before the first step, so a resumed run may round
         differently.
         """
         if topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds up the gradients of the first"
-                " step in another order than later ones. In a worker group of %d ranks the resumed"
-                " run may round differently from an uninterrupted one; without static_graph it is"
-                " bit-identical.",
+                "With static_graph=True, DistributedDataParallel adds up the gradients of the"
+                " first step in a different order from later ones. In a worker group of %d ranks"
+                " the resumed run may round differently from an uninterrupted one; without"
+                " static_graph it is bit-identical.",
                 topology.group_size,
             )
 
@@ -208,23 +209,23 @@ class WholeModel:
         storage_options: object,
         save: Save,
     ) -> None:
-        """Writes what all groups have in common. All ranks must call it."""
+        """Writes the state that all groups share. All ranks must call it."""
         save(checkpoint, path, storage_options)
 
     def read(
         self, host: Host, path: str | Path, load: Load, *args: Forwarded, **kwargs: Forwarded
     ) -> Checkpoint:
-        """Reads what all groups have in common. All ranks must call it."""
+        """Reads the state that all groups share. All ranks must call it."""
         return dict(load(path, *args, **kwargs))
 
 
 def reader_of(load_file: Load, **how: Forwarded) -> Read:
-    """Returns what reads an object as a CheckpointIO reads a file: by its method, and the arguments
-    that it gets.
+    """Returns a function that reads an object as a CheckpointIO reads a file, judged by its method
+    and arguments.
 
-    Torch reads plain objects. A project's CheckpointIO may know which others to trust.
+    Torch reads plain objects. A project's CheckpointIO may know which other objects to trust.
     """
-    # Before 2.6 Lightning knows no such argument, and reads any object.
+    # Before 2.6, Lightning has no such argument and reads any object.
     weights_only = how.get("weights_only", False)
 
     def read(packed: io.BytesIO) -> object:
@@ -240,11 +241,11 @@ def reader_of(load_file: Load, **how: Forwarded) -> Read:
 
 
 def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
-    """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it."""
+    """Refuses arguments of neither DistributedDataParallel nor Lightning's strategy around it."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
             f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
-            " dictionary, with arguments of DistributedDataParallel. Write"
+            " dictionary of DistributedDataParallel arguments. Write"
             " ddp_kwargs={'find_unused_parameters': True}, for example."
         )
     accepted = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning}
@@ -252,10 +253,10 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy sets itself:"
-                " DistributedDataParallel runs among the ranks of a worker group. Take it out;"
-                " choose the groups with worker_groups, and the rest with the strategy's own"
-                " arguments."
+                f"ddp_kwargs contains {name!r}, which the strategy itself sets:"
+                " DistributedDataParallel runs among the ranks of a worker group. Remove it;"
+                " choose the groups with worker_groups, and everything else with the strategy's"
+                " own arguments."
             )
         if name not in accepted:
             near = get_close_matches(str(name), accepted)
@@ -269,14 +270,14 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 
 
 class ShardedModel(WholeModel):
-    """Every rank of a group holds a part of the model, as ``configure_model`` says."""
+    """Every rank of a group holds part of the model, as ``configure_model`` says."""
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
-    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both
-    among its ranks, as ``configure_model`` says. As in `StreamingDiLoCoStrategy`, the groups
-    average fragments one after the other, a few bits per value, while training continues (arXiv
-    2501.18512). Each rank exchanges its own part.
+    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism, or both,
+    as ``configure_model`` says. As in `StreamingDiLoCoStrategy`, the groups average fragments one
+    after the other, a few bits per value, while training continues (arXiv 2501.18512). Each rank
+    exchanges its own part.
 
     Examples:
         >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)
@@ -304,11 +305,12 @@ class ShardedModel(WholeModel):
         strategy.
 
         Args:
-            data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the
-                nodes of a group, or what ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the
-                devices of a group on one node, or what ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder in which the ranks of a
+            data_parallel_size: Size of the mesh's ``"data_parallel"`` dimension. ``"auto"``: the
+                number of nodes in a group, or the ranks that ``tensor_parallel_size`` leaves.
+            tensor_parallel_size: Size of its ``"tensor_parallel"`` dimension. ``"auto"``: the
+                number of a group's devices on one node, or the ranks that ``data_parallel_size``
+                leaves.
+            save_distributed_checkpoint: Whether a checkpoint is a folder into which the ranks of a
                 group write their parts, or a single file.
             process_group_backend: Backend of the process groups that Lightning and a worker group
                 use, such as ``"gloo"``. None: the device's default.
@@ -346,8 +348,8 @@ class ShardedModel(WholeModel):
         if data_parallel * tensor_parallel != size:
             raise ValueError(
                 f"data_parallel_size={self._data_parallel!r} and"
-                f" tensor_parallel_size={self._tensor_parallel!r} do not fill a worker group of"
-                f" {size} ranks: their product must be that number. Change one of them, or"
+                f" tensor_parallel_size={self._tensor_parallel!r} do not match a worker group of"
+                f" {size} ranks: their product must be {size}. Change one of them, or"
                 " worker_groups."
             )
         self.mesh = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
@@ -391,7 +393,7 @@ class ShardedModel(WholeModel):
         if in_folder:
             checkpoint = dict(torch.load(path / _METADATA, **how))
         else:
-            # The tensors of a single file stay on disk.
+            # The tensors in a single file stay on disk.
             checkpoint = dict(torch.load(path, mmap=True, **how))
         if files.KEY not in checkpoint:
             return dict(load(path, *args, **kwargs))
@@ -404,20 +406,21 @@ class ShardedModel(WholeModel):
 
 
 def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
-    """Reads the parts of this rank from a sharded folder. All ranks must call it."""
+    """Reads this rank's parts from a sharded folder. All ranks must call it."""
     loaded = {"state_dict": get_model_state_dict(model)}
     load_folder(loaded, checkpoint_id=path)
     set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
 
 
 def take_parts(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool) -> None:
-    """Copies the parts of this rank from whole tensors."""
+    """Copies this rank's parts from whole tensors."""
     parts: State = get_model_state_dict(model)
     if strict and parts.keys() != tensors.keys():
         missing = sorted(parts.keys() - tensors.keys())
         unexpected = sorted(tensors.keys() - parts.keys())
         raise RuntimeError(
-            f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}."
+            f"The checkpoint is for a different model. Missing: {missing}. Unexpected:"
+            f" {unexpected}."
         )
     with torch.no_grad():
         for name in parts.keys() & tensors.keys():
@@ -426,7 +429,7 @@ def take_parts(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool) ->
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
+    """Refuses a model with a parameter that is not sharded over a group's data-parallel ranks."""
     reshard(module)
     data_parallel, tensor_parallel = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
@@ -462,7 +465,8 @@ def write_folder(checkpoint: State, path: Path, group: Communicator) -> None:
         tensors[f"optimizer_{index}"] = state
     part = path.with_name(f"{path.name}.part")
     before = path.with_name(f"{path.name}.before")
-    # Remains of an earlier save are removed before any rank writes; if that fails, all ranks raise.
+    # Leftovers of an earlier save are removed before any rank writes; if that fails, all ranks
+    # raise.
     first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
     if first.failure:
         raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
@@ -470,7 +474,7 @@ def write_folder(checkpoint: State, path: Path, group: Communicator) -> None:
         save_folder(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
             torch.save(metadata, part / _METADATA)
-            # The old one stays beside it until the new one is in place.
+            # The old folder stays next to it until the new one is in place.
             _remove(before)
             if path.exists():
                 os.replace(path, before)
@@ -491,9 +495,10 @@ def _remove(path: Path) -> None:
 
 # DistributedDataParallel inside a worker group
 
-# One rank has no gradients to average, and no need of buckets: 5 bytes a parameter.
+# A single rank has no gradients to average and needs no buckets, which take 5 bytes per parameter.
 
-# With these DistributedDataParallel does more than average gradients, which one rank does not need.
+# With these, DistributedDataParallel does more than average gradients, which a single rank does not
+# need.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
@@ -504,13 +509,13 @@ def is_plain(ddp_kwargs: Mapping[str, object], module: nn.Module) -> bool:
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Has what Lightning and users expect of a wrapped model, and forwards every call to the
-    module.
+    """Has the attributes that Lightning and users expect of a wrapped model, and forwards every
+    call.
     """
 
     def __init__(self, module: nn.Module, **arguments: Forwarded) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
-        # All that others may ask of a wrapper is there, with buckets for a single value.
+        # It has everything that other code may use on a wrapper, with buckets for a single value.
         stub = nn.Module()
         stub.value = nn.Parameter(trained.new_zeros(1))
         super().__init__(stub, **arguments)
@@ -536,7 +541,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Replaces what averages gradients, for code that announces its own backward pass to it."""
+    """Replaces the gradient averaging, for code that announces its own backward pass to it."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -546,18 +551,18 @@ class _NoReducer:
         return False
 
 
-# Three ranks and more add gradients in the order of their buckets, which torch lays out again after
+# Three or more ranks add gradients in the order of their buckets, which torch lays out again after
 # the first step.
 
 
 def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
-    """Returns whether DistributedDataParallel rebuilds its buckets after the first step at all."""
+    """Returns whether DistributedDataParallel rebuilds its buckets after the first step."""
     return not (model.static_graph or model.find_unused_parameters)
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
-    """Makes DistributedDataParallel rebuild its buckets now: a resumed fit then adds gradients in
-    the same order.
+    """Makes DistributedDataParallel rebuild its buckets now, so that a resumed fit adds gradients
+    in the same order.
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -587,21 +592,19 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-# Gradients go before the forward pass, where Lightning lets them go after it: 1.1 bytes a
-# parameter, of 100 million.
+# Gradients are freed before the forward pass; Lightning frees them after it. With 100 million
+# parameters this saves 1.1 bytes per parameter.
 
-# glibc keeps at most this much free memory at the end of its heap. If less goes before the forward
-# pass, glibc gives it back to the system in every batch, where later it would not: 1 to 4 % of the
-# processor time of up to 11 million parameters.
+# glibc keeps at most this much free memory at the end of its heap. If less is freed before the
+# forward pass, glibc returns it to the system in every batch, which it would not do later: 1 to 4 %
+# of the processor time for up to 11 million parameters.
 _LEAST_BYTES = 1 << 26
 
 
 def release_gradients(
     trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
 ) -> None:
-    """Frees the gradients of the batch before, if they are large and no user's hook may look at
-    them.
-    """
+    """Frees the previous batch's gradients, if they are large and no user hook may look at them."""
     module = trainer.lightning_module
     begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
@@ -611,7 +614,7 @@ def release_gradients(
         for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
     ]
     hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
-    # Lightning's own, by where it was written, in either distribution.
+    # Lightning's own hook, recognised by its module, in either distribution.
     if all(
         getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning."))
         for hook in hooks

@@ -1,5 +1,5 @@
-"""Shows what a run does: logged scalars, the progress bar, a record of every rank, lines at the
-start.
+"""Shows what a run does: logged scalars, the progress bar, a record for every rank, log lines at
+the start.
 
 Nothing here changes training, waits for another rank, or sends anything between groups.
 ``tools/run_files.py`` reads the records.
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "sdiloco/"
 
-# The charts of TensorBoard, each with the scalars that it shows.
+# TensorBoard's charts, each with the scalars that it shows.
 _CHARTS = {
     "Utilisation": ("compute_utilisation",),
     "Waiting (ms)": ("exposed_wait_ms",),
@@ -84,11 +84,11 @@ SUMMED = tuple(
         "groups_wrong_buffers",
     )
 )
-"""Scalars of which a row of the loggers holds the sum over the landings since the last row."""
+"""Scalars that a logger row sums over the landings since the last row."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns what is logged of a landing. Unknown numbers are left out."""
+    """Returns the logged values of a landing. Unknown numbers are left out."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -123,20 +123,20 @@ def scalars_of(landing: Landing) -> dict[str, float]:
 
 
 def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns the scalars of the loggers: all numbers that are known."""
+    """Returns the scalars for the loggers: all known numbers."""
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to what the next row of the loggers holds: sums of what adds up, and the last
-    of all else.
+    """Adds a landing to the loggers' next row: sums where values add up, and the last value of
+    everything else.
     """
     row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 
 
 class Interval:
-    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a
-    landing ends it.
+    """Sums up the values logged once per round, over ``sync_every`` inner steps or a few more,
+    until a landing ends the round.
     """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
@@ -147,9 +147,7 @@ class Interval:
         self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise
-        none.
-        """
+        """Counts a landing, and returns the round's scalars if the landing ends it; otherwise none."""
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -166,9 +164,7 @@ class Interval:
 
 
 def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, str]:
-    """Returns what the progress bar shows: as many entries as fit into its line, and at least the
-    first.
-    """
+    """Returns the progress bar's entries: as many as fit on its line, and at least the first."""
     flights = [str(fragment) for fragment in engine.rounds.in_flight]
     if len(flights) > 3:
         flights = [*flights[:2], f"+{len(flights) - 2}"]
@@ -200,12 +196,12 @@ def _width(entries: Mapping[str, str]) -> int:
 
 
 def lay_out(trainer: Trainer) -> None:
-    """Gives TensorBoard loggers a page of charts, each with the scalars that belong together."""
+    """Gives TensorBoard loggers a page of charts, each with related scalars."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
     }
     for logger in trainer.loggers:
-        # By name: there is one class in each distribution, and neither need be there.
+        # By name, because each distribution has its own class, and neither need be installed.
         if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
             logger.experiment.add_custom_scalars({"Streaming DiLoCo": charts})
 
@@ -213,11 +209,11 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Moments of ``time.perf_counter()``, as a field of the record holds them."""
+"""Moments of ``time.perf_counter()``, as stored in a field of the record."""
 
 
 class Deferred:
-    """Scalars on their way from the device to the host, in the order in which they were taken."""
+    """Scalars in transit from the device to the host, in the order in which they were taken."""
 
     def __init__(self) -> None:
         # Each with its inner step, and the event that ends its copy.
@@ -250,20 +246,20 @@ class StreamingDiLoCoMonitorMixin:
     """Records what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
-    landings, waits and losses. Nothing of it is sent to other groups, and training never waits for
-    it. With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
+    landings, waits and losses. None of it is sent to other groups, and training never waits for it.
+    With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
 
     Args:
         folder: The folder for the records. By default ``sdiloco`` in the run's folder of the
             trainer's first logger, or in its ``default_root_dir``.
-        timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and
-            Perfetto. Rank 0 writes it at the end of the fit, from the records it finds in the
+        timeline: A file for a trace of all ranks on one time axis, in the JSON format that Chrome
+            and Perfetto read. Rank 0 writes it at the end of the fit, from the records in the
             folder.
-        diagnostics: Whether every landing measures how far the groups agree. This costs some passes
-            over the fragment, in the background.
+        diagnostics: Whether every landing measures how closely the groups agree. This costs a few
+            passes over the fragment, in the background.
 
     Raises:
-        ValueError: If an argument is of another type, or the strategy is not Streaming DiLoCo.
+        ValueError: If an argument is of the wrong type, or the strategy is not Streaming DiLoCo.
 
     Examples:
         >>> from lightning_sdiloco import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
@@ -273,7 +269,7 @@ class StreamingDiLoCoMonitorMixin:
         ... )  # doctest: +SKIP
     """
 
-    # Returns a module of the tools, which are above this room: a distribution's monitor has it.
+    # Returns a module of the tools, which are above this package: a distribution's monitor has it.
     _tool: Function
 
     def __init__(
@@ -290,7 +286,7 @@ class StreamingDiLoCoMonitorMixin:
                 )
         if not isinstance(diagnostics, bool):
             raise ValueError(
-                f"diagnostics={diagnostics!r} is neither True nor False. Give one of them."
+                f"diagnostics={diagnostics!r} is neither True nor False. Set it to one of them."
             )
         self.diagnostics = diagnostics
         self._folder = folder
@@ -301,10 +297,10 @@ class StreamingDiLoCoMonitorMixin:
         self._fragments: tuple[Fragment, ...] = ()
         self._step = 0
         self._losses = Deferred()
-        # When the last inner step was done, and when the last validation began.
+        # When the last inner step ended, and when the last validation began.
         self._done: float | None = None
         self._paused: float | None = None
-        # The metrics before the last validation, and those that came with one.
+        # The metrics before the last validation, and the metrics that came with it.
         self._names_before = set[str]()
         self._validated = set[str]()
 
@@ -314,14 +310,14 @@ class StreamingDiLoCoMonitorMixin:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
                 "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
-                f" {type(trainer.strategy).__name__}. Take the monitor out, or choose"
+                f" {type(trainer.strategy).__name__}. Remove the monitor, or choose"
                 " strategy='streaming_diloco'."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(self._folder or _folder_of(trainer) / "sdiloco")
         folder.mkdir(parents=True, exist_ok=True)
-        # A line at a time, so that a run that is killed leaves what it did.
+        # Written line by line, so that a killed run leaves its record up to that point.
         path = folder / f"rank_{trainer.global_rank:05d}.jsonl"
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._folder = str(folder)
@@ -347,7 +343,7 @@ class StreamingDiLoCoMonitorMixin:
         step_began, self._done = engine.history.step_span
         self._write("step", step=self._step, span=(began, step_began), done=self._done)
         if engine.fragments is not self._fragments:
-            # So they are when settings were chosen, too.
+            # The same holds after settings were chosen.
             self._write("settings", settings=_recorded(engine.rounds.settings))
             self._note_fragments(pl_module, engine)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -360,11 +356,11 @@ class StreamingDiLoCoMonitorMixin:
         self._names_before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The names that came with a validation: the metrics hold what training logs as well.
+        # The names that came with a validation, because the metrics also hold training's values.
         self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
             return
-        # Reading them costs nothing: Lightning has read them for the loggers already.
+        # Reading them costs nothing: Lightning has already read them for the loggers.
         metrics = {
             name: float(metric)
             for name, metric in trainer.callback_metrics.items()
@@ -381,13 +377,14 @@ class StreamingDiLoCoMonitorMixin:
         self._close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merges the records into the timeline, on rank 0: by now all ranks have closed theirs."""
+        """Merges the records into the timeline, on rank 0: all ranks have now closed theirs."""
         if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
             ranks = self._tool("run_files").merge(self._folder, self._timeline)
             if ranks < trainer.world_size:
                 _log.warning(
-                    "%s has the records of %d of %d ranks: the others wrote to their own disks."
-                    " Copy theirs there, and `sdiloco report` shows the timeline of all.",
+                    "%s has the records of %d of %d ranks: the other ranks wrote to their own"
+                    " disks. Copy their records there, and `sdiloco report` will show the timeline"
+                    " of all ranks.",
                     self._folder,
                     ranks,
                     trainer.world_size,
@@ -397,8 +394,8 @@ class StreamingDiLoCoMonitorMixin:
                 self._attach(logger)
 
     def _attach(self, logger: Internal) -> None:
-        """Makes the report an artifact of a run of MLflow or W&B: training is over, and nothing of
-        this may end it.
+        """Makes the report an artifact of an MLflow or W&B run: training is over, and no failure
+        here may end the fit.
         """
         kinds = {base.__name__ for base in type(logger).__mro__} & {"MLFlowLogger", "WandbLogger"}
         if not kinds or self._folder is None:
@@ -501,7 +498,7 @@ class StreamingDiLoCoMonitorMixin:
             self._close()
             _log.warning(
                 "%s cannot be written: %s. Training continues, but this rank records nothing more"
-                " until it is restarted. Free space on the disk.",
+                " until it is restarted. Free up disk space.",
                 path,
                 error,
             )
@@ -568,13 +565,13 @@ def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
 _FIRST = 3
 _LAST = 10
 
-# A signal that waits for longer gets a warning, with this many seconds more for saving.
+# A signal that waits longer gets a warning, which adds this many seconds for saving.
 _LONG_SECONDS = 60.0
 _SAVING_SECONDS = 60
 
 
 class Announcement:
-    """Announces at the start what trains, and after ten inner steps how fast."""
+    """Logs the settings at the start, and the speed after ten inner steps."""
 
     def __init__(
         self, engine: StreamingDiLoCo, environment: Internal = None, why_rounds: str = ""
@@ -586,7 +583,7 @@ class Announcement:
         rank_zero_info(_start_line(engine, self._launch_bytes, why_rounds))
 
     def step(self) -> None:
-        """Notes that an inner step has ended. After the first ten it does nothing."""
+        """Records the end of an inner step. After the first ten it does nothing."""
         if len(self._times) >= _LAST:
             return
         self._times.append(time.monotonic())
@@ -597,7 +594,7 @@ class Announcement:
             self._advise_on_signals(seconds)
 
     def _link_needed(self, seconds: float) -> str:
-        """Returns which rate the link has to carry, as the end of a sentence; none for one group.
+        """Returns the rate that the link must carry, as the end of a sentence; empty for one group.
 
         Args:
             seconds: The duration of an inner step.
@@ -608,7 +605,7 @@ class Announcement:
             return ""
         if not window:
             return "; with overlap_steps=0 training waits for every fragment"
-        # If fragments follow each other faster than they land, the link has to carry all of them in
+        # If fragments follow each other faster than they land, the link must carry all of them in
         # a round.
         rate_in_round = sum(self._launch_bytes) / (settings.sync_every * seconds)
         rate = max(max(self._launch_bytes) / window, rate_in_round)
@@ -618,13 +615,13 @@ class Announcement:
         )
 
     def _advise_on_signals(self, seconds: float) -> None:
-        """Warns if a signal ends the fit so late that a scheduler may kill it before."""
+        """Warns if a signal would end the fit so late that a scheduler may kill it first."""
         steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
         if self._environment is None or steps * seconds <= _LONG_SECONDS:
             return
         early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
         advice = f"Allow {early} s from SIGTERM to SIGKILL"
-        # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen
+        # Only Lightning's SLURM environment has one. Without auto_requeue it does not listen
         # for it.
         requeue = getattr(self._environment, "requeue_signal", None)
         if requeue:
@@ -642,7 +639,7 @@ class Announcement:
 
 
 def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
-    """Returns how many bytes this rank sends to other groups for each fragment, without buffers."""
+    """Returns the bytes that this rank sends to other groups per fragment, without buffers."""
     topology = engine.topology
     settings = engine.rounds.settings
     all_reduce = all_reduce_for(
@@ -662,7 +659,7 @@ def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
 
 
 def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: str) -> str:
-    """Returns the line that tells at the start what trains, and what each rank will send."""
+    """Returns the log line about the settings and about the bytes that each rank will send."""
     topology = engine.topology
     settings = engine.rounds.settings
     reason = f" ({why_rounds})" if why_rounds else ""
@@ -688,7 +685,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
-    """Returns the settings of the outer step, as a user would write them."""
+    """Returns the outer step's settings as a user would write them."""
     outer = engine.rounds.settings.outer
     parts = []
     for name, setting in engine.rounds.settings.numbers_and_policies.items():
@@ -702,15 +699,13 @@ def _outer_settings(engine: StreamingDiLoCo) -> str:
 
 
 def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
-    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every``
-    would do.
-    """
+    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and recommends a ``sync_every``."""
     rounds = schedule.rounds_in(steps)
     if rounds >= ENOUGH_ROUNDS:
         return
     advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
-        # A fragment that is in flight for a large part of a round lands too late to be of use.
+        # A fragment that is in flight for much of a round lands too late to be useful.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
         shorter = replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps)
         if shorter.rounds_in(steps) >= ENOUGH_ROUNDS:
@@ -720,8 +715,8 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
             advice += f" for {ENOUGH_ROUNDS} rounds"
             break
     _log.warning(
-        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups learn"
-        " little from each other, and the loss ends some percent above DDP's. %s.",
+        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups"
+        " learn little from each other, and the final loss is a few percent above DDP's. %s.",
         schedule.sync_every,
         rounds,
         "round fits" if rounds == 1 else "rounds fit",

@@ -1,13 +1,14 @@
-"""The choices of a user for a strategy, and those of the planner for ``"auto"`` settings.
+"""The user's choices for a strategy, and the planner's choices for ``"auto"`` settings.
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
 `sync_every` of them are done. In the first few the engine runs with placeholders for the settings
-to be chosen. Then all ranks gather how long a step took, measure the link together, and adopt the
-choice of rank 0. The engine continues as if the choice had been there from the start, so the run
-is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit takes
+to be chosen. Then all ranks share how long a step took, measure the link together, and adopt rank
+0's choice. The engine continues as if the choice had been there from the start, so the run is
+bit-identical to one with these settings. Every later checkpoint holds them, and a resumed fit takes
 them from there. A dense beginning is chosen in the same way, before its own first launch would be
-due: its rounds are as short as the link allows without making training wait. So is a `sync_every`
-that was left out: it follows the length of the fit, and grows if the link does not hide it.
+due: its rounds are as short as the link allows without making training wait. The same goes for a
+`sync_every` that was left out: it follows the length of the fit, and grows if the link cannot hide
+the transfers.
 """
 
 import logging
@@ -59,14 +60,14 @@ _log = logging.getLogger(__name__)
 # The ``sync_every`` of dense beginnings, in the order in which they are tried.
 _DENSE_EVERY = (4, 8, 16, 32, 64, 128)
 
-# Seconds of an inner step for which training may wait at any rate.
+# Seconds per inner step for which training may wait in any case.
 _NEXT_TO_NOTHING = 0.002
 
-# The first inner steps are slow for other reasons. The median of a few more is enough.
+# The first inner steps are slow for other reasons. The median of a few more steps is enough.
 FIRST = 3
 STEPS = 8
 
-# Stand in until the choice is made: no launch is due before that.
+# Placeholders until the choice is made; no launch is due before that.
 _PLACEHOLDERS: Mapping[str, object] = {
     "sync_every": 1_000_000,
     "overlap_steps": 0,
@@ -75,14 +76,14 @@ _PLACEHOLDERS: Mapping[str, object] = {
     "exchange": "two_shot",
 }
 
-# A message grows until its exchange takes this long or it is this large. The time is enough to
-# measure any link, the size to measure most.
+# A message grows until its exchange takes this long or it is this large. The time is long enough to
+# measure any link, and the size large enough for most.
 _ENOUGH_SECONDS = 0.5
 _LEAST_BYTES = 2**16
 _MOST_BYTES = 2**24
 
-# The fewest inner steps of a round that is chosen in a fit with enough of them. Large models lose
-# less in longer rounds, and their matrices take more of the time in short ones.
+# The shortest round, in inner steps, that is chosen in a long enough fit. Large models lose less in
+# longer rounds, and their matrices take more of the time in short rounds.
 _SHORT_ROUND = 10
 _SHORT_ROUND_OF_LARGE = 20
 
@@ -110,8 +111,8 @@ def _is_auto(setting: object) -> bool:
 
 @dataclass
 class Options:
-    """The choices that all strategies have, as they are now: planner or checkpoint may replace
-    ``"auto"`` settings.
+    """The choices that all strategies have, with their current values: the planner or a checkpoint
+    may replace ``"auto"`` settings.
     """
 
     settings: Settings
@@ -120,12 +121,13 @@ class Options:
     resume: str
     federation: Federation | None = None
     auto: tuple[str, ...] = ()
-    """The settings that are left to the planner, until it has chosen them."""
+    """The settings left to the planner, until it has chosen them."""
     chooses_dense: bool = False
     """Whether ``dense_beginning`` is left open until the link is measured."""
     follows_length: bool = False
     """Whether ``sync_every`` was left out, and so follows the length of the fit; false if a
-    checkpoint has it."""
+    checkpoint sets it.
+    """
     chooses_rounds: bool = False
     """Whether that ``sync_every`` is left open until the link is measured."""
     why_rounds: str = ""
@@ -133,15 +135,15 @@ class Options:
     overlap_gives_way: bool = False
     """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
     steps: float = math.inf
-    """The inner steps of a fit; infinite where they are not known."""
+    """The number of inner steps in a fit; infinite if unknown."""
     measured: Measured | None = None
-    """What the planner measured; None until then, and if it measured nothing."""
-    # When inner steps ended, without the seconds in which training waited for other groups.
+    """The planner's measurements; None until then, and if it measured nothing."""
+    # When inner steps ended, excluding the seconds spent waiting for other groups.
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
     def from_arguments(arguments: State) -> "Options":
-        """Checks the arguments of a strategy, which may have others, too."""
+        """Checks a strategy's arguments; the strategy may also have others."""
         chosen = {setting.name: arguments[setting.name] for setting in fields(Settings)}
         chooses_dense = _is_auto(chosen["dense_beginning"])
         if chooses_dense:
@@ -149,7 +151,7 @@ class Options:
         follows_length = chosen["sync_every"] is None
         if follows_length:
             chosen["sync_every"] = DEFAULT_SYNC_EVERY
-        # An exchange that does not suit is refused here, before it gives way to a placeholder.
+        # An unsuitable exchange is refused here, before a placeholder replaces it.
         auto = [name for name in _PLACEHOLDERS if _is_auto(chosen[name]) and name != "exchange"]
         settings = Settings.among({**chosen, **{name: _PLACEHOLDERS[name] for name in auto}})
         if isinstance(settings.exchange, TwoShot) and settings.exchange.lacks_links:
@@ -182,7 +184,9 @@ class Options:
             self.worker_groups = 1
 
     def _check_auto(self, first: str) -> None:
-        """Refuses settings with which the planner cannot choose others, of which this is the first."""
+        """Refuses settings that keep the planner from choosing the others, the first of which is
+        this one.
+        """
         settings = self.settings
         auto_text = f"{first}='auto'"
         if first == "exchange":
@@ -213,13 +217,15 @@ class Options:
             )
         if "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY):
             raise ValueError(
-                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto',"
-                f" which chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer"
-                " overlap_steps."
+                f"overlap_steps={settings.overlap_steps} leaves no choice for sync_every='auto',"
+                f" which chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or a"
+                " smaller overlap_steps."
             )
 
     def _check_choices(self) -> None:
-        """Refuses unknown names of validation and resumption, and what is no federation."""
+        """Refuses unknown names for validation and resumption, and a value that is not a
+        Federation.
+        """
         if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
                 f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer'"
@@ -229,9 +235,9 @@ class Options:
         if self.resume not in ("exact", "restart", "exact:newest", "restart:newest"):
             raise ValueError(
                 f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint"
-                " of other settings, or 'restart', which restarts rounds from its outer parameters;"
-                " with the suffix ':newest' only the newest checkpoint keeps the folder that a fit"
-                " resumes from. Choose one of them."
+                " with different settings, or 'restart', which restarts rounds from its outer"
+                " parameters; with the suffix ':newest' only the newest checkpoint keeps the"
+                " folder that a fit resumes from. Choose one of them."
             )
         if self.federation is not None and not isinstance(self.federation, Federation):
             raise ValueError(
@@ -245,16 +251,16 @@ class Options:
         if self.worker_groups not in (1, "auto"):
             raise ValueError(
                 f"worker_groups={self.worker_groups} does not work with a federation: the ranks of"
-                " a site are one worker group. Leave it out, and start the others as their own"
-                " sites."
+                " a site are one worker group. Leave it out, and start every other group as its"
+                " own site."
             )
         if self.auto:
             first = self.auto[0]
             raise ValueError(
                 f"{first}='auto' does not work with a federation: its sites are launched"
-                " separately, and all need the same settings. Give a number or name (sdiloco plan"
-                " --hub-bandwidth recommends some), or what the run was founded with (sdiloco"
-                " doctor --hub shows it)."
+                " separately, and all need the same settings. Give a number or a name (sdiloco"
+                " plan --hub-bandwidth recommends some), or the value that the run was founded"
+                " with (sdiloco doctor --hub shows it)."
             )
         if self.restarts:
             raise ValueError(
@@ -269,12 +275,14 @@ class Options:
 
     @property
     def restarts(self) -> bool:
-        """Returns whether a resumed fit restarts the rounds, whatever its checkpoint's settings."""
+        """Returns whether a resumed fit restarts the rounds regardless of its checkpoint's
+        settings.
+        """
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
-        """Returns every choice as text, which is the same on all ranks if and only if the choice
-        is.
+        """Returns every choice as text; the texts are the same on all ranks if and only if the
+        choices are.
         """
         return {
             **self.settings.described(),
@@ -286,12 +294,12 @@ class Options:
 
     @property
     def is_planned(self) -> bool:
-        """Returns whether the planner still has to choose by the duration of inner steps."""
+        """Returns whether the planner must still choose by the duration of inner steps."""
         return any(name != "exchange" for name in self.auto)
 
     @property
     def open(self) -> tuple[str, ...]:
-        """The settings that are chosen after the first inner steps, until they are."""
+        """The settings still to be chosen after the first inner steps."""
         names = [*self.auto]
         if self.chooses_rounds:
             names.append("sync_every")
@@ -300,11 +308,11 @@ class Options:
         return tuple(names)
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
-        """Chooses ``sync_every``, dense beginning and outer step for a fit of ``steps`` inner steps,
-        as far as no checkpoint has them.
+        """Chooses ``sync_every``, the dense beginning, and the outer step for a fit of ``steps``
+        inner steps, unless a checkpoint sets them.
 
-        All ranks must call it. None of the three depends on the length of a fit in a federation,
-        whose sites are not asked. Rounds of four inner steps stand in for the dense beginning until
+        All ranks must call it. In a federation, none of the three depends on the length of a fit,
+        and sites are not asked. Rounds of four inner steps stand in for the dense beginning until
         the link is measured, unless the planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
@@ -319,8 +327,8 @@ class Options:
         self._choose_outer_step(model, topology)
 
     def _follow_length(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the best ``sync_every`` for the length of the fit; it stays open if the link has
-        to be measured first.
+        """Chooses the best ``sync_every`` for the length of the fit, unless the link must be
+        measured first.
         """
         lengths = self._round_lengths(model)
         self.settings = self._with_rounds(lengths[0])
@@ -328,15 +336,15 @@ class Options:
         if self.steps < math.inf:
             self.why_rounds = f"for the {self.steps:,} inner steps of this fit"
         self.chooses_rounds = False
-        # In a simulation, flights do not run in the background.
+        # Simulated flights do not run in the background.
         if len(lengths) > 1 and topology.background is None:
             workload = Model.of_parameters(trainable(model))
             method = Streaming(workload, self.settings, _groups_of(model, topology, 1.0))
-            # What is smaller than the smallest message that is measured is hidden by every link.
+            # Every link hides a message that is smaller than the smallest measured one.
             self.chooses_rounds = method.bytes_per_step * lengths[0] > _LEAST_BYTES
 
     def _round_lengths(self, model: nn.Module) -> list[int]:
-        """Returns each ``sync_every`` that suits the fit, the best first."""
+        """Returns every ``sync_every`` that suits the fit, best first."""
         dense = self.settings.dense_beginning
         least = 1
         if dense is not None and not self.chooses_dense:
@@ -349,7 +357,7 @@ class Options:
         return round_lengths(self.steps, short_round, overlap_steps, least)
 
     def _with_rounds(self, sync_every: int) -> Settings:
-        """Returns the settings with this ``sync_every``, which a default overlap follows."""
+        """Returns the settings with this ``sync_every``; a default overlap follows it."""
         overlap_steps = self.settings.overlap_steps
         if self.overlap_gives_way:
             overlap_steps = overlap_in_round(sync_every)
@@ -357,7 +365,7 @@ class Options:
 
     def _choose_rounds(self, model: nn.Module, topology: Topology, step_time: float) -> None:
         """Chooses the shortest rounds that suit the fit and that the link hides; the longest if it
-        hides none.
+        hides none of them.
 
         All ranks must call it.
         """
@@ -373,13 +381,13 @@ class Options:
                 self._announce_rounds(best, is_hidden=number is not None)
 
     def _announce_rounds(self, best: int, is_hidden: bool) -> None:
-        """Logs why rounds are longer than the length of the fit asks for."""
+        """Logs why rounds are longer than the length of the fit requires."""
         waits = "in shorter rounds training would wait for the link"
         if not is_hidden:
             waits = "training waits for the link in these rounds, and more in shorter ones"
         _log.warning(
-            "Chosen: sync_every=%d, although %d suits the %d inner steps of this fit better: %s, as"
-            " %s. Give sync_every=%d if you prefer to wait.",
+            "Chosen: sync_every=%d, although %d suits the %d inner steps of this fit better: %s,"
+            " because %s. Set sync_every=%d if you prefer to wait.",
             self.settings.sync_every,
             best,
             self.steps,
@@ -389,7 +397,7 @@ class Options:
         )
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
+        """Chooses the outer step's open settings, unless they depend on a later choice."""
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
         rounds = self._rounds()
@@ -398,8 +406,8 @@ class Options:
             self.settings = self.settings.chosen_for(topology.num_groups, rounds)
 
     def _rounds(self) -> float:
-        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite where its
-        length is not known.
+        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite if its length
+        is unknown.
         """
         if self.steps == math.inf:
             return math.inf
@@ -436,10 +444,10 @@ class Options:
         topology: Topology,
         step_time: float,
     ) -> int | None:
-        """Returns the number of the first settings whose flights the link hides, the same on all
-        ranks; None if it hides those of none.
+        """Returns the index of the first settings whose flights the link hides, the same on all
+        ranks; None if there are none.
 
-        All ranks must call it. It measures the link if that was not done before.
+        All ranks must call it. It measures the link unless that has already been done.
         """
         # If flights do not run in the background, as in a simulation, the clock says nothing of a
         # link.
@@ -454,12 +462,12 @@ class Options:
             if self.measured is None or is_hidden(method, self.measured.link):
                 first = number
                 break
-        # The clocks of ranks differ, so all take the choice of rank 0.
+        # Ranks' clocks differ, so all ranks take rank 0's choice.
         return topology.world.all_gather_object(first)[0]
 
     def _dense_candidates(self, num_groups: int) -> list[DenseBeginning]:
-        """Returns dense beginnings whose first launch is not due before this inner step, those with
-        the shortest rounds first.
+        """Returns dense beginnings whose first launch is not due before this inner step, shortest
+        rounds first.
         """
         candidates = []
         for sync_every in _DENSE_EVERY:
@@ -471,7 +479,7 @@ class Options:
     def _announce_dense(
         self, dense: DenseBeginning | None, num_groups: int, dense_bytes: float
     ) -> None:
-        """Logs the choice of a dense beginning, with its reason and with the bytes that it sends."""
+        """Logs the choice of a dense beginning, with its reason and the bytes that it sends."""
         reason = f"{self.measured}" if self.measured else "the groups are simulated in one process"
         if dense is None:
             _log.warning(
@@ -482,10 +490,10 @@ class Options:
             )
             return
         _log.warning(
-            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %%"
-            " of them, the %d groups exchange every %d inner steps, and each sends %s. These are"
-            " the shortest rounds for which training does not wait: %s. Give dense_beginning=None"
-            " to turn this off.",
+            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f"
+            " %% of them, the %d groups exchange every %d inner steps, and each sends %s. These"
+            " are the shortest rounds for which training does not wait: %s. Set"
+            " dense_beginning=None to turn this off.",
             dense,
             dense.steps,
             self.steps,
@@ -499,7 +507,7 @@ class Options:
     # The choice of the planner
 
     def _restore_rounds(self, saved: Fields) -> None:
-        """Takes the rounds of a checkpoint, as far as they were chosen when it was saved."""
+        """Takes the rounds from a checkpoint, if they had been chosen when it was saved."""
         names = ["sync_every"]
         if self.overlap_gives_way:
             names.append("overlap_steps")
@@ -511,7 +519,9 @@ class Options:
             self.why_rounds = "from the checkpoint"
 
     def restore(self, saved: Fields) -> None:
-        """Takes the settings of a checkpoint that suit, and the planner's choice if it holds it."""
+        """Takes the settings from a checkpoint that apply, and the planner's choice
+        if it has one.
+        """
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.follows_length:
@@ -521,7 +531,7 @@ class Options:
             self.chooses_dense = dense == AUTO
             if not self.chooses_dense:
                 self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
-        # Older runs say how many blocks the default was.
+        # Older runs record the default number of blocks.
         fragments = self.settings.fragments
         saved_fragments = saved.get("fragments")
         is_name = isinstance(fragments, str) and isinstance(saved_fragments, str)
@@ -532,7 +542,7 @@ class Options:
             self._restore_choice(saved)
 
     def _restore_choice(self, saved: Fields) -> None:
-        """Takes the choice of the planner from a checkpoint that was saved after it was made."""
+        """Takes the planner's choice from a checkpoint saved after it was made."""
         chosen: State = {}
         for name in self.auto:
             chosen[name] = saved[name]
@@ -543,7 +553,7 @@ class Options:
                 raise ValueError(
                     f"{name}='auto' was given, but the checkpoint has"
                     f" {name}={as_text(saved[name])}, which cannot be read from its text. Give the"
-                    f" same {name} as then."
+                    f" same {name} as in that run."
                 )
         if self.overlap_gives_way and "sync_every" in chosen:
             chosen["overlap_steps"] = overlap_for(chosen["sync_every"], None)
@@ -554,20 +564,20 @@ class Options:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int, waited: float) -> bool:
-        """Counts an inner step, and returns whether it is time to choose; all ranks return the
-        same.
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the same
+        value.
 
         Args:
-            launch_in: After how many inner steps the next launch is due.
-            waited: For how many seconds training has waited for other groups so far, which is no
-                part of a step.
+            launch_in: The number of inner steps until the next launch is due.
+            waited: The seconds that training has waited for other groups so far, which do not count
+                as part of a step.
         """
         if self.open:
             self._times.append(time.monotonic() - waited)
         return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        """Returns how long an inner step takes: the median, or the shortest of the first few."""
+        """Returns the duration of an inner step: the median, or the shortest of the first few."""
         if len(self._times) > STEPS:
             seconds = median(after - before for before, after in pairwise(self._times[FIRST:]))
         else:
@@ -576,7 +586,7 @@ class Options:
         return max(1e-6, seconds)
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts what the planner recommends for what is open.
+        """Measures the link, and adopts the planner's recommendation for the open settings.
 
         All ranks must call it.
         """
@@ -593,7 +603,7 @@ class Options:
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
                 _log.warning(
-                    "Chosen: exchange=%r, from these measured links in Gbit/s.", settings.exchange
+                    "Chose exchange=%r from the measured links (in Gbit/s).", settings.exchange
                 )
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
@@ -610,13 +620,13 @@ class Options:
 
 
 def dense_rounds_alone(settings: Settings, dense: DenseBeginning) -> Settings:
-    """Returns the settings of a run in which all rounds are those of the dense beginning."""
+    """Returns the settings of a run in which all rounds are dense."""
     overlap_steps = dense.overlap(settings.overlap_steps)
     return replace(settings, sync_every=dense.sync_every, overlap_steps=overlap_steps)
 
 
 def is_hidden(method: Streaming, link: Link) -> bool:
-    """Returns whether training waits next to never for what it sends over a link."""
+    """Returns whether training almost never waits for what it sends over a link."""
     utilisation = method.utilisation(with_margin(link))
     waits = method.groups.step_time * (1 / utilisation - 1)
     return utilisation >= TARGET or waits <= _NEXT_TO_NOTHING
@@ -629,7 +639,7 @@ def choice(
     topology: Topology,
     measured: Measured | None,
 ) -> State:
-    """Returns the settings of these names that the planner recommends for a measured link."""
+    """Returns the planner's recommendation for these settings on a measured link."""
     if not names:
         return {}
     workload = Model.of_parameters(trainable(model))
@@ -651,8 +661,8 @@ def _groups_of(model: nn.Module, topology: Topology, step_time: float) -> Groups
 def candidates_among(
     names: tuple[str, ...], settings: Settings, model: Model
 ) -> Iterator[Settings]:
-    """Yields the given settings with what each of the planner's candidates would choose, in order,
-    each once.
+    """Yields the given settings with each choice among the planner's candidates, in order, without
+    repeats.
     """
     seen = set()
     for candidate in candidates(model):
@@ -674,14 +684,14 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     Args:
         topology: The worker groups.
         timeout: How long an exchange may take, in seconds.
-        to: The group whose own link is measured: all others send to it at once. None: all send to
-            all.
+        to: The group whose own link is measured: all other groups send to it at once. None: all
+            send to all.
     """
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """Returns how long messages of that size take to all groups, or to one of them, with a byte
-        to the others.
+        """Returns how long messages of that size take to all groups, or to one group with a byte to
+        the others.
         """
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {
@@ -711,7 +721,7 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
 def announce_choice(
     settings: Settings, fragments: int, measured: Measured | None
 ) -> dict[str, float]:
-    """Announces in the log what was chosen, and returns what the loggers of a trainer get."""
+    """Logs the choice, and returns the values for a trainer's loggers."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,

@@ -1,8 +1,8 @@
-"""A Trainer whose hosts are sites: each is a world of its own processes, with folders of its own.
+"""A Trainer whose hosts are sites: each is a separate world of processes with its own folders.
 
-Lightning connects the processes of all hosts, and lets the first of them save and log. The hosts of
-a federation whose hub starts itself share neither, although the same script with the same folders
-runs on each.
+Lightning connects the processes of all hosts, and lets the first of them save and log. Hosts of a
+federation with a self-started hub share neither, although each runs the same script with the same
+folders.
 """
 
 import importlib
@@ -18,15 +18,15 @@ _FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
 
 
 def make_site_of_host(host: Host, federation: Federation) -> Federation:
-    """Makes the processes of this host a site, before any process group exists; returns the
-    federation as seen from it.
+    """Makes this host's processes a site, before any process group exists; returns the federation
+    as that site sees it.
     """
     environment = host.cluster_environment
     if not class_names(type(environment)) & _KNOWN:
         raise ValueError(
             f"{type(environment).__name__} does not work with a federation whose hub starts itself:"
             " hosts are launched by SLURM (srun), by one torchrun per host, or by a script on each."
-            " Launch them so, or start a hub (sdiloco hub) and each site as its own job."
+            " Launch them that way, or start a hub (sdiloco hub) and each site as its own job."
         )
     launch = launch_of_host()
     if launch.hosts is None and host.num_nodes > 1:
@@ -43,8 +43,8 @@ def make_site_of_host(host: Host, federation: Federation) -> Federation:
 
 
 def _environment_by_variables(environment: Internal) -> Internal:
-    """Returns the environment that reads the variables of the host's world, of the same
-    distribution as another one.
+    """Returns an environment that reads the variables of the host's world, from the same
+    distribution as another environment.
     """
     kinds = type(environment).__mro__
     base = next(kind for kind in kinds if kind.__name__ == "ClusterEnvironment")
@@ -53,8 +53,8 @@ def _environment_by_variables(environment: Internal) -> Internal:
 
 
 def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
-    """Gives checkpoints and logs of this host a folder of its own below those of the trainer, which
-    other hosts may see; returns the federation with the folder of its hub beside them.
+    """Gives this host's checkpoints and logs their own folder below the trainer's folders, which
+    other hosts may see; returns the federation with its hub's folder next to them.
     """
     site = federation.site
     root = str(trainer.default_root_dir)
@@ -68,7 +68,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
         callback.dirpath = _below(dirpath or f"{root}/checkpoints", site)
     for logger in trainer.loggers:
         _move_logger(logger, site)
-    # Checkpoints on SLURM's signal lie there.
+    # Checkpoints saved on SLURM's signal go there.
     trainer._default_root_dir = _below(root, site)
     if federation.folder is not None or "://" in beside:
         return federation
@@ -76,7 +76,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
 
 
 def _move_logger(logger: Internal, site: str | None) -> None:
-    """Lets a logger that has a folder write below it."""
+    """Makes a logger that has a folder write below it."""
     for name in _FOLDERS_OF_LOGGERS:
         folder = getattr(logger, name, None)
         if folder is not None:
@@ -84,7 +84,7 @@ def _move_logger(logger: Internal, site: str | None) -> None:
 
 
 def _below(folder: object, site: str | None) -> str:
-    """Returns the folder of a site below one of all, or that folder if it is the site's already."""
+    """Returns a site's folder below a shared one, or that folder if it already is the site's."""
     text = str(folder).rstrip("/")
     if text.rpartition("/")[2] == site:
         return text

@@ -1,4 +1,4 @@
-"""The results of a fit for users, also if a launcher ran it in other processes."""
+"""The results of a fit for users, even if a launcher ran it in other processes."""
 
 import signal
 import sys
@@ -55,7 +55,7 @@ class Results:
             raise RuntimeError(
                 "There is nothing to read yet: fragments and schedule are known from on_fit_start"
                 " on, outer parameters and the report from on_train_batch_start on, and everything"
-                " after a fit that trained."
+                " else after a fit that trained."
             )
         return source
 
@@ -64,10 +64,10 @@ class Results:
 _SUMMARY = "summary.pt"
 _BYTES = ".bytes"
 
-# The exit code by which a shell reports that a process was terminated.
+# The exit code with which a shell reports that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
-# How long processes may take to end by themselves after Ctrl-C.
+# How long processes may take to exit by themselves after Ctrl-C.
 _SECONDS_TO_END = 3.0
 
 
@@ -76,15 +76,15 @@ class LauncherMixin(_Base):
     process.
 
     It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
-    Lightning itself would leave them running, or wait for a result that does not come.
+    Lightning itself would leave them running, or wait for a result that never arrives.
 
-    Large values travel through files in a folder that lives as long as the launch. Lightning's
+    Large values travel through files in a folder that lasts as long as the launch. Lightning's
     queue is a pipe of about 64 kB that the main process reads only after the processes have ended:
-    with more than that, each side would wait for the other for ever.
+    with more data than that, each side would wait for the other forever.
     """
 
     _strategy: Host
-    # A string: where processes do not inherit it, it is pickled with the launcher.
+    # A string, because it is pickled with the launcher where processes do not inherit it.
     _folder: str
     # The signal handler of a forked process, instead of the inherited one.
     _inherited: _Handler = None
@@ -95,7 +95,7 @@ class LauncherMixin(_Base):
     ) -> Forwarded:
         # The processes run on this machine, so they share its folder for temporary files.
         with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
-            # The main process is no rank itself.
+            # The main process is not a rank.
             def forward(signum: int, frame: FrameType | None) -> None:
                 self.kill(signum)
 
@@ -151,9 +151,7 @@ class LauncherMixin(_Base):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> State:
-        """Writes the results and Lightning's metrics to files, and returns what is left for the
-        queue.
-        """
+        """Writes the results and Lightning's metrics to files, and returns the rest for the queue."""
         folder = Path(self._folder)
         extra = super().get_extra_results(trainer)
         engine = trainer.strategy.engine
@@ -172,7 +170,7 @@ class LauncherMixin(_Base):
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: State) -> None:
-        """Reads, in the main process, what `get_extra_results` wrote in the process of rank 0."""
+        """Reads, in the main process, what `get_extra_results` wrote in rank 0's process."""
         folder = Path(self._folder)
         written = {
             path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")

@@ -1,13 +1,13 @@
-"""The strategy without its base class: the one place that overrides methods of Lightning's
+"""The strategy without its base class: the only place that overrides methods of Lightning's
 strategies.
 
-Every distribution of Lightning has its own base classes. A subclass of this class and of one of
-them adds its name and no more; see ``lightning_pytorch.py``.
+Every distribution of Lightning has its own base classes. A subclass of this class and one of them
+adds only its name; see ``lightning_pytorch.py``.
 
-[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user
-chose. `ConnectedGroups` are the ranks, over several fits. A `Fit` begins and ends with each fit. A
-format, `WholeModel` or `ShardedModel`, knows how ranks hold the model. `Results` are what users
-read, also afterwards.
+[Note: parts of a strategy] A strategy has no state besides its parts. `Options` holds the user's
+choices. `ConnectedGroups` holds the ranks, across several fits. A `Fit` begins and ends with each
+fit. A format, `WholeModel` or `ShardedModel`, knows how ranks hold the model. `Results` holds what
+users read, including after a fit.
 """
 
 import gc
@@ -85,64 +85,65 @@ class GroupStrategy:
     Args:
         worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
             ``"auto"``: one per node if there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). None:
-            10 to 100 by the length of the fit, and 100 if that is not known; see docs/choosing.md.
-            Here and for ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the
-            first inner steps and the link between groups.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). None: 10
+            to 100, depending on the length of the fit, and 100 if that is unknown; see
+            docs/choosing.md. Here and for ``overlap_steps``, ``"auto"`` lets the planner choose: it
+            measures the first inner steps and the link between groups.
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper),
-            below ``sync_every``. None: five, or as many as fit into shorter rounds. Or ``"auto"``.
+            below ``sync_every``. None: five, or as many as fit into shorter rounds. ``"auto"`` is
+            also accepted.
         mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or
             a ``LandingRule`` such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``,
-            ``"auto"`` chooses by the number of groups, ``sync_every`` and the compression; a
+            ``"auto"`` chooses based on the number of groups, ``sync_every`` and the compression; a
             resumed fit takes the numbers from its checkpoint.
         fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of
-            repeated blocks per fragment (without it, an eighth of them, from 1 to 3, or more to
-            make at most 32 fragments); ``"balanced"``, into as many fragments of equal size as
+            repeated blocks per fragment (by default an eighth of the blocks, one to three, or more
+            to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size as
             ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
-            patterns for parameter names, one list per fragment; or ``"auto"``, strided with as many
-            blocks as suit the link.
+            patterns for parameter names, one list per fragment; or ``"auto"``, strided with the
+            number of blocks that suits the link.
         compression: How outer gradients are encoded: a name from
             ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``; a
-            ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of
-            ``"fp32"``, ``"bf16"`` and ``"fp4"`` that the link carries.
+            ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most precise of
+            ``"fp32"``, ``"bf16"`` and ``"fp4"`` that the link can carry.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
         evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the
             mean of the groups until every fragment has landed once. ``"mean"``: the mean of the
-            groups, exchanged for every validation. ``"local"``: each group's own. Checkpoints hold
-            the outer model; until every fragment has landed once, and right after a validation of
-            the mean, they hold the mean.
+            groups, exchanged for every validation. ``"local"``: each group's own model. Checkpoints
+            hold the outer model; until every fragment has landed once, and right after a validation
+            of the mean, they hold the mean.
         federation: The `Federation` that these separately launched ranks join as a site. None:
             all worker groups are launched together.
         outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
-            optimizer that works elementwise; it replaces the Nesterov SGD. Or a
+            optimizer that works elementwise; it replaces the Nesterov SGD. Alternatively, a
             ``lightning_sdiloco.OuterOptimizer``, which also sets a rate schedule, clipping, a guard
             against outliers, and where outer state is kept.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
-            ``"two_shot"``, ``"auto"`` to choose by the number of groups and the compression, or a
-            ``lightning_sdiloco.TwoShot``, whose groups average parts that suit their links. With
-            the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go from CUDA device to
-            CUDA device; otherwise gloo carries them.
-        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the
+            ``"two_shot"``, ``"auto"`` to choose based on the number of groups and the compression,
+            or a ``lightning_sdiloco.TwoShot``, whose groups average parts sized to suit their
+            links. With the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go from CUDA
+            device to CUDA device; otherwise gloo carries them.
+        resume: ``"exact"`` refuses a checkpoint with different settings; ``"restart"`` restarts the
             rounds from the outer parameters and outer momentum of any checkpoint. With the suffix
             ``":newest"``, only the newest checkpoint keeps the folder that a fit resumes from.
-        dense_beginning: A ``lightning_sdiloco.DenseBeginning``: in the first rounds groups exchange
-            more often. ``"auto"``: a fifth of all steps if there are eight groups or more and the
-            length of the fit is known, with rounds as short as the link hides; see
+        dense_beginning: A ``lightning_sdiloco.DenseBeginning``, which makes groups exchange more
+            often in the first rounds. ``"auto"``: a fifth of all steps if there are eight groups or
+            more and the length of the fit is known, with rounds as short as the link hides; see
             docs/choosing.md. None: none.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which
             launches less often while outer gradients hardly change. None: every ``sync_every``
             inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it
-            trained.
+        weighing: How much each group counts in a mean: a ``Weighing``. None: in proportion to the
+            inner steps it trained.
         route: The groups with which each group exchanges in a round: a ``Route`` such as
             ``RandomPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
             validation and checkpoints use their mean. None: all groups.
         untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
-            each group's ``"own"``. None: statistics of norms are averaged, other buffers are those
-            of the first group, and large ones and frozen parameters are each group's own; see
-            docs/untrained-state.md.
+            each group's ``"own"``. None: statistics of normalization layers are averaged, other
+            buffers are those of the first group, and large buffers and frozen parameters are each
+            group's own; see docs/untrained-state.md.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process
             groups.
 
@@ -197,7 +198,7 @@ class GroupStrategy:
         timeout: timedelta = DEFAULT_TIMEOUT,
         **of_format: Forwarded,
     ) -> None:
-        # Nothing is started here: strategies are pickled.
+        # Nothing is started here, because strategies are pickled.
         self._options = Options.from_arguments(locals())
         arguments = self.base_arguments(of_format)
         self._format = self.model_format(arguments)
@@ -224,7 +225,7 @@ class GroupStrategy:
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or []  # type: ignore[attr-defined]
         if len(devices) == 1 and self.world_size > self.num_nodes:  # type: ignore[attr-defined]
-            # The environment shows each process only its own device.
+            # Each process sees only its own device in this environment.
             return devices[0]
         return super().root_device  # type: ignore[misc]
 
@@ -232,9 +233,9 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. A
-        ``sync_every`` that was left out is chosen when training starts, or with settings that are
-        ``"auto"`` after the first inner steps, and the schedule is known then.
+        Known from ``on_fit_start`` on; in Fabric, from the first optimizer step on. If
+        ``sync_every`` was left out, it is chosen when training starts, or after the first inner
+        steps along with ``"auto"`` settings, and the schedule is known from then on.
         """
         if self.results.summary is not None:
             return self.results.summary.schedule
@@ -263,7 +264,7 @@ class GroupStrategy:
         return self.results.source.outer_state_dict()
 
     def set_outer(self) -> None:
-        """Makes the model that rank 0 holds now the outer model of all groups; see
+        """Makes rank 0's current model the outer model of all groups; see
         `StreamingDiLoCo.set_outer`.
 
         Call it on all ranks after you have overwritten weights in training.
@@ -272,14 +273,14 @@ class GroupStrategy:
         self.engine.set_outer()
 
     def report(self) -> dict[str, float]:
-        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report`
-        does.
-        """
+        """Returns the steps, bytes and seconds of training, as `StreamingDiLoCo.report` does."""
         return self.results.source.report()
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the current or last training; None before the first in this process."""
+        """The engine of the current or last training run; None before the first one in this
+        process.
+        """
         return self.results.engine
 
     @property
@@ -289,7 +290,7 @@ class GroupStrategy:
 
 
 class WorkerGroupStrategy(GroupStrategy, _Base):
-    """Overrides what Lightning's strategies of a Trainer do over all ranks."""
+    """Overrides what Lightning's Trainer strategies do over all ranks."""
 
     distribution: ClassVar[Distribution]
     _options: Options
@@ -297,9 +298,10 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
-        # Not where Lightning keeps it: it would take it for one that the user gave.
+        # It is not stored where Lightning keeps it, because Lightning would mistake it for the
+        # user's.
         self._accelerator_of_trainer: Accelerator | None = None
-        # Replacements in Lightning while there is no fit.
+        # Replacements in Lightning outside a fit.
         self._patches = ExitStack()
 
     # For users
@@ -324,8 +326,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @property
     @override
     def world_size(self) -> int:
-        """The ranks of all worker groups; gradients are averaged over ``topology.group_size`` of
-        them.
+        """The ranks of all worker groups; gradients are averaged over ``topology.group_size``
+        ranks.
         """
         if self._fit is not None and self._groups.is_connected:
             self._fit.scale_watch.read(self.lightning_module, self.topology)
@@ -354,8 +356,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # The planner's choice stays; rounds that follow the length, rate, momentum and mixing
-            # are chosen as they were for the first fit.
+            # The planner's choice stays; rounds that follow the fit's length, the rate, the
+            # momentum and the mixing are chosen as for the first fit.
             last_options = self._fit.options
             first_settings = self._options.settings
             settings = replace(
@@ -373,12 +375,13 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 chooses_dense=self._options.chooses_dense,
             )
             self._fit.checkpointer.forget()
-        # Some connect a model that has no trainer yet, or never gets one.
+        # Some code connects a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
             self._begin(model._trainer)
 
     def _begin(self, trainer: Trainer) -> None:
-        # Before callbacks are set up, because some then copy the model. The model's own come later.
+        # This comes before callbacks are set up, because some of them copy the model. The model's
+        # own callbacks come later.
         refuse_unsupported(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
@@ -410,7 +413,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             wrap(self._patches, self._launcher, "launch", self._launch)
 
     def _launch(self, launch: Function, *args: Forwarded, **kwargs: Forwarded) -> object:
-        # Before Lightning looks for the newest checkpoint.
+        # This comes before Lightning looks for the newest checkpoint.
         federation = self._options.federation
         trainer = kwargs.get("trainer")
         if federation is not None and trainer is not None:
@@ -421,7 +424,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> State:
-        """The number of ranks over which data is divided, and which of them this one is."""
+        """The number of ranks over which data is divided, and this rank's position among them."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
         # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
@@ -447,7 +450,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def _setup_without_fit(self, trainer: Trainer) -> None:
         """Sets up a validation, a test or a prediction."""
         listen_without_fit(trainer, self._patches)
-        # If a fit was interrupted, groups hold their own models.
+        # After an interrupted fit, groups hold their own models.
         is_in_training = (
             self.engine is not None
             and self.model is not None
@@ -469,7 +472,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Internal:
-        # First, so that our own refusals come before DistributedDataParallel's.
+        # This comes first, so that our refusals precede DistributedDataParallel's.
         self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 
@@ -482,9 +485,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         for optimizer in self.optimizers:
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
-                    f"{type(optimizer).__name__} divides its state over all processes and sends"
-                    " parameters between them, also between worker groups, which train apart."
-                    " Return the optimizer it wraps from configure_optimizers instead."
+                    f"{type(optimizer).__name__} divides its state among all processes and sends"
+                    " parameters between them, including between worker groups, which train"
+                    " separately. Return the optimizer it wraps from configure_optimizers instead."
                 )
 
     @override
@@ -508,7 +511,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         nbytes = sum(fragment.nbytes for fragment in self.fragments)
         release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_trainable_parameters()
-        # Nothing is between this hook and the training step.
+        # Nothing comes between this hook and the training step.
         self.fit.watch.begin(self.topology)
 
     @override
@@ -524,8 +527,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     def _follow_trainable_parameters(self) -> None:
         if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
-            # The old wrapper only knows the parameters that were trainable when it was made. Its
-            # hooks on parameters last as long as it does, and it is part of a reference cycle, so
+            # The old wrapper only knows the parameters that were trainable when it was created. Its
+            # parameter hooks last as long as the wrapper, which is part of a reference cycle, so
             # the garbage collector must run.
             assert self.lightning_module is not None
             self.model = None
@@ -576,7 +579,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def lightning_module_state_dict(self) -> State:
         state_dict = super().lightning_module_state_dict
         if self._groups.failed:
-            # Gathering what is sharded would wait for ranks that may be gone.
+            # Gathering shards would wait for ranks that may be gone.
             state_dict = self._local_state_dict
         if self.engine is None or self.engine.is_finished:
             return state_dict()
@@ -595,7 +598,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         states = []
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if saved.get("state") == {}:
-                # A group that begins with a fresh optimizer keeps the state with which that was
+                # A group that starts with a fresh optimizer keeps the state with which it was
                 # made.
                 saved = {**saved, "state": optimizer.state_dict()["state"]}
             states.append(saved)
@@ -608,8 +611,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.is_alone:
             return own_state(optimizer)
-        # torch steps an optimizer that has no state to get one, which is no inner step and must not
-        # be kept.
+        # torch steps an optimizer without state to create one, which is not an inner step and must
+        # not be kept.
         stepped_before = self.fit.counts.stepped
         had_state = bool(optimizer.state)
         try:
@@ -658,7 +661,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def reduce(
         self, tensor: Tensor, group: Forwarded = None, reduce_op: Forwarded = "mean"
     ) -> Tensor:
-        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
+        """Reduces over the worker group for values logged per batch, and over all
+        ranks otherwise.
+        """
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
@@ -670,7 +675,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         self, tensor: Tensor, group: Forwarded = None, sync_grads: bool = False
     ) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
-        # LightningModule.all_gather passes the world where the user gave no group.
+        # LightningModule.all_gather passes the world if the user gave no group.
         if group in (None, self.topology.world.process_group) and stays_in_group(
             self.lightning_module, self._groups
         ):
@@ -680,7 +685,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group"
                     " (here %d), not over all ranks: groups do not wait for each other between"
-                    " launches. The negatives of a contrastive loss, for instance, come from the"
+                    " launches. For example, the negatives of a contrastive loss come from the"
                     " group. Shown once.",
                     topology.group_size,
                 )
@@ -692,8 +697,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Waits for all ranks, except after an exception, and explains what may be wrong if they do
-        not arrive.
+        """Waits for all ranks, except after an exception, and explains the possible causes if they
+        do not arrive.
         """
         if self.is_alone:
             return
@@ -704,7 +709,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def broadcast(self, obj: Forwarded, src: int = 0) -> Forwarded:
         if self.is_alone:
             return obj
-        # ModelCheckpoint asks at every batch whether to skip a save by time interval.
+        # At every batch, ModelCheckpoint asks whether to skip a save by time interval.
         vote = None if self._fit is None else self._fit.requests.vote(obj)
         if vote is not None:
             return vote
@@ -713,5 +718,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides over all ranks, whichever hook asks: all of them must stop or save together."""
+        """Decides over all ranks, whichever hook asks, because all ranks must stop or save
+        together.
+        """
         return self._groups.decide(decision, all, self.root_device)

@@ -56,7 +56,7 @@ class Link:
         )
 
     def gbit_s_of(self, connections: int) -> float:
-        """Returns what a number of connections carry together, in Gbit/s, once they are at
+        """Returns the combined rate of several connections, in Gbit/s, once they are at
         speed.
         """
         if self.loss == 0 or self.round_trip == 0:
@@ -106,5 +106,5 @@ def require(holds: bool, name: str, value: float, rule: str) -> None:
     """Raises a ValueError that names a value out of its range, and the rule."""
     if not holds:
         raise ValueError(
-            f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}."
+            f"{name}={value!r} is out of range: it must be {rule}. Choose a different {name}."
         )

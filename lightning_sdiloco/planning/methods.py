@@ -80,7 +80,7 @@ class _Fragment(NamedTuple):
 
     @property
     def error(self) -> int:
-        """The bytes that keep what the second rounding of two shots has lost."""
+        """The bytes that keep the second rounding error of two-shot."""
         return FLOAT32 * self.part if self.second_hop else 0
 
     @property
@@ -589,7 +589,7 @@ class _Play:
                 self._in_flight.append(fragment)
 
     def ended(self, steps: int) -> list[Times]:
-        """Trains to the end, lands what is in flight, and makes the final exchange, in float32."""
+        """Trains to the end, lands fragments in flight, and makes the final exchange in float32."""
         for group in self._groups:
             group.train(steps)
             group.steps[-1:] = [group.clock] * (steps > 0)

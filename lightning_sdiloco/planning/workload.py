@@ -1,4 +1,4 @@
-"""Describes what a plan is made for: a model, and the worker groups that train it."""
+"""Describes the subject of a plan: a model, and the worker groups that train it."""
 
 import math
 from collections.abc import Mapping

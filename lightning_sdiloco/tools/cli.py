@@ -1,13 +1,12 @@
-"""The command ``sdiloco``: the parameters of a function are the options of a subcommand.
+"""The ``sdiloco`` command: a function's parameters are a subcommand's options.
 
-To add a subcommand, write a file with a function of its name that returns the text to print, and
-name it in `COMMANDS`. jsonargparse reads its type hints and its docstring: the first paragraph is
-the summary, and the lines behind a $ are the examples of its help. A parameter without a default is
-positional, one of type bool is a flag, and one that is a list can be given several times. A
-parameter that is a dataclass stands for its fields, options that several subcommands share. An
-error that a user can make is a ``ValueError``: its message goes to stderr, and the command ends
-with exit code 2. A subcommand is imported only when it runs, because some need no torch. The
-distribution for hubs has only those.
+To add a subcommand, write a file with a function of the same name that returns the text to print,
+and list it in `COMMANDS`. jsonargparse reads its type hints and its docstring: the first paragraph
+is the summary, and the lines that start with $ are the examples in its help. A parameter without a
+default is positional, a bool is a flag, and a list can be given several times. A parameter that is
+a dataclass provides its fields as options that several subcommands share. A user error is a
+``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
+imported only when it runs, because some do not need torch. The hub distribution has only those.
 """
 
 import ast
@@ -41,11 +40,12 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The subcommands: the file of each, and its functions; functions of other names are its own
-subcommands."""
+"""The subcommands: each file and its functions; functions with other names are nested
+subcommands.
+"""
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
-"""The options that take class paths, or files with class paths."""
+"""The options that take class paths, or files that contain class paths."""
 
 _RATES = {"kbit": 1e-6, "Mbit": 1e-3, "Gbit": 1.0, "Tbit": 1e3}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -57,7 +57,7 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     ),
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
-"""The options whose numbers may have a unit, and how large that is."""
+"""The options whose numbers may have a unit, and the size of each unit."""
 
 _EXAMPLES: Mapping[str, str] = {
     "--params": "1B",
@@ -69,8 +69,9 @@ _EXAMPLES: Mapping[str, str] = {
 """Numbers with a unit, for help."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
-"""The options whose numbers must have a unit: people think of links in Mbit/s as well as in
-Gbit/s."""
+"""The options whose numbers must have a unit, because people state link speeds in Mbit/s as well as
+in Gbit/s.
+"""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -84,7 +85,7 @@ def main(args: list[str] | None = None) -> None:
     _search_current_folder(words)
     parser = parser_of([command])
     options = parser.parse_args(words)
-    # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
+    # Objects instead of class paths; the method was renamed in jsonargparse 4.49.
     options = getattr(parser, "instantiate", parser.instantiate_classes)(options)
     name = options.command
     arguments = options[name]
@@ -97,16 +98,16 @@ def main(args: list[str] | None = None) -> None:
         text = _called(_function(name, function), arguments)
     except ValueError as error:
         _Parser(prog=prog).error(str(error))
-    # All ranks but the first return an empty text.
+    # All ranks but the first return an empty string.
     if text:
         print(text)
 
 
 def without_units(args: Sequence[str]) -> list[str]:
-    """Writes numbers with a unit, such as 1B or 100Mbit, as the command counts them.
+    """Converts numbers with a unit, such as 1B or 100Mbit, to the command's units.
 
     Raises:
-        ValueError: If a unit is unknown, or missing where one is needed.
+        ValueError: If a unit is unknown, or missing where it is required.
     """
     plain = list(args)
     for index, arg in enumerate(args):
@@ -121,7 +122,9 @@ def without_units(args: Sequence[str]) -> list[str]:
 
 
 def _without_unit(option: str, text: str) -> str:
-    """Converts the number of an option from its unit; text that is no number is left to the parser."""
+    """Converts an option's number from its unit; text that is not a number is left to
+    the parser.
+    """
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
     if number is None:  # the parser refuses it, with the option's help
         return text
@@ -141,8 +144,8 @@ def _without_unit(option: str, text: str) -> str:
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
-    """Puts the current folder last on the path, if a class path begins with a module that is there
-    and nowhere else.
+    """Appends the current folder to the path, if a class path begins with a module that exists only
+    there.
     """
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")
@@ -155,7 +158,7 @@ def _search_current_folder(args: Sequence[str]) -> None:
 
 
 def _modules_named_in(value: str) -> list[str]:
-    """Returns the modules with which class paths begin, in a value or in the file that it names."""
+    """Returns the top-level modules of the class paths in a value or in the file that it names."""
     text = value
     if os.path.isfile(value) and os.access(value, os.R_OK):
         text = Path(value).read_text(errors="replace")
@@ -163,8 +166,8 @@ def _modules_named_in(value: str) -> list[str]:
 
 
 def parser_of(names: Container[str]) -> ArgumentParser:
-    """Makes the parser. It imports the subcommands of these names, and only reads the summaries of
-    all others.
+    """Makes the parser. It imports the named subcommands, and only reads the summaries of all
+    others.
     """
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
@@ -178,7 +181,7 @@ def parser_of(names: Container[str]) -> ArgumentParser:
         subcommands.add_subcommand(name, subparser, help=summary)
         if name not in names:
             continue
-        # From the top down: jsonargparse takes no other order.
+        # From the top down, because jsonargparse accepts no other order.
         if has_function:
             _add_arguments(subparser, _function(name, name))
         inner_functions = [function for function in functions if function != name]
@@ -229,7 +232,7 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
 
 
 def examples_of(docstring: str) -> list[str]:
-    r"""Returns the commands behind a $; one that is too long for a line goes on in the next.
+    r"""Returns the commands after a $; one that is too long for its line continues on the next.
 
     >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
     ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
@@ -239,16 +242,14 @@ def examples_of(docstring: str) -> list[str]:
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, type]:
-    """Returns the parameters of a command that stand for several options, each with its
-    dataclass.
-    """
+    """Returns a command's parameters that provide several options, each with its dataclass."""
     hints = get_type_hints(command).items()
     return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def _called(command: Callable[..., str], options: object) -> str:
     """Calls a subcommand's function with the parsed options, and returns the text to print."""
-    # jsonargparse puts a space without width before names that are methods of its namespaces, such
+    # jsonargparse puts a zero-width space before names that are methods of its namespaces, such
     # as keys.
     arguments = {name.lstrip("\u200b"): value for name, value in vars(options).items()}
     arguments.pop("command", None)
@@ -258,12 +259,10 @@ def _called(command: Callable[..., str], options: object) -> str:
 
 
 def _where_it_is(name: str) -> str:
-    """Returns what to install for a subcommand that this distribution lacks."""
+    """Says what to install for a subcommand that this distribution lacks."""
     if name not in COMMANDS.keys() - _installed().keys():
         return ""
-    return (
-        f"\nsdiloco {name} is not in lightning-sdiloco-hub: install lightning-sdiloco in its place."
-    )
+    return f"\nsdiloco {name} is not in lightning-sdiloco-hub: install lightning-sdiloco instead."
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -273,11 +272,11 @@ _EXPECTED: Mapping[str, str] = {
     r"Expected a dot import path string: .*": "not the path of a class, module.Class",
     r"Unexpected import object .*": "neither a class nor a function",
 }
-"""How jsonargparse describes a wrong value, and how we do."""
+"""jsonargparse's description of a wrong value, and ours."""
 
 
 class _Help(DefaultHelpFormatter):
-    """Shows every option in one spelling; its type and default are part of its text."""
+    """Shows every option in one spelling; its help text includes its type and default."""
 
     def _format_action_invocation(self, action: Action) -> str:
         shown = copy(action)
@@ -291,7 +290,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def _in_words(option: str, type_hint: object, default: object) -> str:
-    """Returns the end of an option's help: what it takes, and its default."""
+    """Returns the end of an option's help: the values it accepts, and its default."""
     words = []
     if option in _EXAMPLES:
         words.append(f"number, for example {_EXAMPLES[option]}")
@@ -307,9 +306,7 @@ def _in_words(option: str, type_hint: object, default: object) -> str:
 
 
 class _Parser(ArgumentParser):
-    """Spells options with dashes as well, and takes flags and lists as is usual on a command
-    line.
-    """
+    """Also spells options with dashes, and takes flags and lists in the usual command-line form."""
 
     examples: Sequence[str] = ()
 
@@ -326,16 +323,16 @@ class _Parser(ArgumentParser):
         return "\n  ".join(lines) + "\n"
 
     def add_argument(self, *args: str, **kwargs: Any) -> Action:
-        """Adds an option in both spellings, a flag, or a list, as their types ask for."""
+        """Adds an option in both spellings, as a flag or a list if its type requires it."""
         if not args[0].startswith("--"):
-            # By itself jsonargparse takes a list as one word of JSON.
+            # By default, jsonargparse takes a list as a single JSON argument.
             if args[0] != "-h" and "action" in kwargs:
                 return super().add_argument(args[0], nargs="+", help=kwargs["help"])
             return super().add_argument(*args, **kwargs)
         spellings = dict.fromkeys([args[0].replace("_", "-"), *args])
         if kwargs.get("type") is bool:
             return super().add_argument(*spellings, action="store_true", help=kwargs["help"])
-        if f"{args[0]}+" in spellings:  # by itself jsonargparse appends with --option+ only
+        if f"{args[0]}+" in spellings:  # by default, jsonargparse only appends with --option+
             del spellings[f"{args[0]}+"]
             return super().add_argument(
                 *spellings, action="append", default=[], help=kwargs["help"]
@@ -345,13 +342,13 @@ class _Parser(ArgumentParser):
         words = _in_words(next(iter(spellings)), type_hint, option.default)
         if words:
             option.help = f"{option.help or ''}{words}"
-        # For an option that is a class, jsonargparse would list all classes that are imported:
-        # hundreds of torch's.
+        # For an option that is a class, jsonargparse would list all imported classes: hundreds of
+        # them from torch.
         option.extra_help = str
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints the error in few words, and the likely meaning."""
+        """Prints the error concisely, and a suggestion."""
         message = self._in_one_line(message)
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
@@ -367,14 +364,14 @@ class _Parser(ArgumentParser):
         if close:
             message = f"{message}\nDid you mean {close[0]}?"
         sys.stderr.write(
-            f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n"
+            f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists them all.\n"
         )
         sys.exit(2)
 
     def _refusal_of_setting(self, name: str, value: str) -> str:
-        """Returns the reason why a setting is unknown to this command, if settings know one."""
+        """Returns why this command does not know a setting, if the settings can tell."""
         names = [action.dest for action in self._actions]
-        # A command that has settings has imported them, and with them torch.
+        # A command that has settings has imported them, and torch with them.
         if "fragments" not in names:
             return ""
         settings = import_module("lightning_sdiloco.algorithm.config")
@@ -387,14 +384,16 @@ class _Parser(ArgumentParser):
         return ""
 
     def _in_one_line(self, message: str) -> str:
-        """Reduces the error for a wrong value to its reason and the option's help; others stay."""
+        """Reduces the error for a wrong value to its reason and the option's help; other errors are
+        unchanged.
+        """
         refused = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
         helps = {action.dest: action.help or "" for action in self._actions}
         if refused is None or refused[1] not in helps:
             return message
         name, details = refused.groups()
-        # For a union jsonargparse gives one reason per type, each on a line; None stands for an
-        # option left out.
+        # For a union, jsonargparse gives one reason per type, each on its own line; None means that
+        # the option was left out.
         reasons = re.findall(r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", details, re.MULTILINE)
         reason = reasons[-1] if reasons else details
         reason = reason.partition(" Got value: ")[0].rpartition("callable class: ")[2]

@@ -1,10 +1,10 @@
-"""Runs ``sdiloco completion``: the shell then completes subcommands and options."""
+"""Runs ``sdiloco completion``, which lets a shell complete subcommands and options."""
 
 from lightning_sdiloco.tools.cli import COMMANDS, parser_of
 
 
 def completion(shell: str) -> str:
-    """Print a script for the completion of this command in a shell.
+    """Print a shell completion script for this command.
 
     Args:
         shell: The shell, such as bash or zsh.

@@ -1,13 +1,13 @@
 """Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and compares
 their costs.
 
-All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of
-``pretrain_text.py`` that you can start by hand; the numbers hold its command. Losses are measured.
-Times on the slow link are computed by the clock of the planner: from the step time measured here,
-the bytes of each method, and the link.
+All settings share the model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run
+of ``pretrain_text.py`` that you can start by hand; the results include its command. Losses are
+measured. Times on the slow link are computed by the planner, from the step time measured here, each
+method's bytes, and the link.
 
-Numbers of a setting are kept in a file of its own until all settings have been trained, so that an
-interrupted demo trains only those that are left.
+Each setting's results are kept in its own file until all settings have been trained, so that an
+interrupted demo only trains the remaining ones.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).parents[1]
-# The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so
-# that the commands printed can be read, and typed, in the folder where the demo was started.
+# The wheel has the examples inside the package; in a clone they are next to it. The path is
+# relative, so that the printed commands can be read, and typed, in the folder where the demo was
+# started.
 EXAMPLES = Path(
     os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples"))))
 )
@@ -56,12 +57,12 @@ SETTINGS = {
 }
 OURS = "Streaming DiLoCo"
 POINTS = 10
-"""Validations of a run."""
+"""The number of validations in a run."""
 
 LINK = Link(gbit_s=0.1, round_trip=0.05)
 LINK_NAME = "100 Mbit/s with a round trip of 50 ms"
 MEMORY_RATE = 10e9
-"""Bytes per second that a core of a CPU reads and writes."""
+"""Bytes per second that a CPU core reads and writes."""
 
 COLORS = {"ddp": DDP, "diloco": DILOCO, "streaming_fp4": STREAMING}
 
@@ -76,8 +77,8 @@ def demo(
     Args:
         steps: Inner steps of each setting.
         settings: ddp, diloco or streaming_fp4; repeat for several. By default all are trained.
-        out: Folder for numbers and pictures. After an interruption the same command goes on from
-            the settings that it holds.
+        out: Folder for results and pictures. After an interruption, the same command continues from
+            the settings already there.
 
     Examples:
         $ sdiloco demo
@@ -92,8 +93,8 @@ def demo(
     console = Console()
     if find_spec("matplotlib") is None:
         console.print(
-            "There will be no picture: matplotlib is not installed. Install it with pip install"
-            " matplotlib."
+            "There will be no picture, because matplotlib is not installed. Install it with pip"
+            " install matplotlib."
         )
     folder = writable_folder(out)
     wanted: Iterable[str] = dict.fromkeys(settings or SETTINGS)
@@ -113,7 +114,7 @@ def demo(
 
 
 def writable_folder(out: str) -> Path:
-    """Makes the folder, or refuses one that cannot take a file before anything is trained."""
+    """Makes the folder, or refuses one that cannot hold a file, before anything is trained."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +131,7 @@ def numbers_of(setting: str, folder: Path) -> Path:
 
 
 def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers:
-    """Returns the numbers of a setting: those that an interrupted demo has kept, or of a new run."""
+    """Returns a setting's results: those kept by an interrupted demo, or those of a new run."""
     path = numbers_of(setting, folder)
     command = training_command(setting, steps, path)
     if path.exists():
@@ -146,7 +147,7 @@ def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers
 
 
 def training_command(setting: str, steps: int, output: Path) -> list[str]:
-    """Returns the command that trains one setting and writes its numbers to a file."""
+    """Returns the command that trains one setting and writes its results to a file."""
     command = ["python", str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
@@ -181,7 +182,7 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
                 else:
                     output.append(line)
         except KeyboardInterrupt:
-            # Ctrl-C reaches it as well; a signal to this process alone does not.
+            # Ctrl-C also reaches it; a signal to this process does not.
             process.terminate()
             process.wait()
             raise
@@ -189,20 +190,18 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
         console.print("".join(output[-60:]), highlight=False, markup=False)
         raise SystemExit(
             f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
-            f" above. It was: {shlex.join(command)}"
+            f" above. The command was: {shlex.join(command)}"
         )
 
 
 def description_of(setting: str) -> str:
-    """Returns the name of a setting as wide as the widest, so that bars are below each other."""
+    """Returns a setting's name, padded to the widest so that the bars line up."""
     return SETTINGS[setting].ljust(max(map(len, SETTINGS.values())))
 
 
 def add_times(results: dict[str, Numbers]) -> None:
-    """Adds to each run when it would have made its validations on the slow link: ``link_seconds``,
-    by step.
-    """
-    # The least of them, because the steps of DDP hold an exchange over this machine.
+    """Adds to each run the times of its validations on the slow link: ``link_seconds``, by step."""
+    # The smallest, because DDP's steps include an exchange on this machine.
     step_seconds = min(run["step_seconds"] for run in results.values())
     for setting, run in results.items():
         run["link_step_seconds"] = step_seconds
@@ -210,9 +209,7 @@ def add_times(results: dict[str, Numbers]) -> None:
 
 
 def results_table(results: dict[str, Numbers]) -> Table:
-    """Builds the table, one row per setting, its bytes compared with DDP's if that was trained
-    too.
-    """
+    """Builds the table, one row per setting, with its bytes compared with DDP's if DDP was trained."""
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
@@ -272,7 +269,7 @@ def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
 
 
 def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
-    """Prints the results, writes numbers and pictures into a folder, and returns their paths."""
+    """Prints the results, writes them and the pictures into a folder, and returns their paths."""
     add_times(results)
     console.print("", results_table(results), sep="\n")
     if {"ddp", "streaming_fp4"} <= results.keys():
@@ -294,10 +291,9 @@ def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
 
 
 def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
-    """Returns when a run on the link would be where it was validated here: seconds since its start,
-    by step.
+    """Returns when a run on the link would reach each validation: seconds since its start, by step.
 
-    The run's numbers have ``link_step_seconds``: how long a step takes without an exchange.
+    The run's results include ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}

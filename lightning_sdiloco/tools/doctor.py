@@ -1,6 +1,6 @@
-"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 the faults it finds.
+"""Runs ``sdiloco doctor``: started on every rank, it reports the faults it finds on rank 0.
 
-With ``--hub`` it is started once, at a site, and examines the way to a hub.
+With ``--hub`` it is started once, at a site, and examines the connection to a hub.
 """
 
 import datetime
@@ -52,10 +52,12 @@ from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
-"""How long one direction is measured. The second half counts: a connection starts slowly."""
+"""How long one direction is measured. Only the second half counts, because a connection starts
+slowly.
+"""
 
 PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
-# These change how ranks reach each other, or how fast they are.
+# These variables change how ranks reach each other, or how fast they are.
 VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "SDILOCO_EXCHANGE_INTERFACE",
@@ -63,10 +65,10 @@ VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
 )
 
-_UNEQUAL = 2.0  # a direction that is this many times slower than the other one has a reason
-_LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
+_UNEQUAL = 2.0  # a direction this many times slower than the other has a cause worth finding
+_LONG_ROUND_TRIP = 0.01  # beyond this, a slow start costs more than a launch can wait for
 _FILES_PER_RANK = 8  # connections of several process groups
-_FILES = 256  # those that a Python process has open anyway
+_FILES = 256  # the files that a Python process has open anyway
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
@@ -75,7 +77,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """The outcome of one check: its state, the observation, and the fix if there is one."""
+    """The outcome of one check: its state, the observation, and the fix, if any."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -91,19 +93,19 @@ def doctor(
     wait: float = 300.0,
     json: bool = False,
 ) -> str:
-    """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
+    """Check the machines of a training run: reachability, versions, settings, bandwidth and round
+    trip.
 
-    With --hub, run it once, at a site: it checks the connection to the hub, the keys, round trip,
-    bandwidth and run config.
+    With --hub, run it once, at a site: it checks the connection to the hub, the keys, the round
+    trip, the bandwidth and the run config.
 
     Args:
         options: Which hub to check, and as whom.
         worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, if you start it once on every node, with NODE_RANK and
+        num_nodes: Number of nodes, if you start it once on every node with NODE_RANK and
             MASTER_ADDR.
-        seconds: Seconds for which each direction between worker groups, or to and from the hub, is
-            measured.
-        wait: Seconds to wait until all ranks have joined.
+        seconds: How long each direction between worker groups, or to and from the hub, is measured.
+        wait: Seconds to wait for all ranks to join.
         json: Print JSON instead of a table.
 
     Examples:
@@ -136,7 +138,7 @@ def doctor(
 
 
 def _described_ranks(examined: "Examined") -> list[Numbers]:
-    """Returns place and machine of every rank, for JSON."""
+    """Returns every rank's position and machine, for JSON."""
     ranks = []
     for rank, endpoints in enumerate(examined.endpoints):
         place = {
@@ -157,7 +159,7 @@ def _as_table(checks: Sequence[Finding]) -> str:
     for state, check, observation, fix in checks:
         table.add_row(f"[{_STYLES[state]}]{state}[/]", check, observation, fix)
     is_terminal = sys.stdout.isatty()
-    # Logs of launchers have no width.
+    # Launcher logs have no width.
     width = None if is_terminal else 140
     text = io.StringIO()
     Console(file=text, force_terminal=is_terminal, width=width, highlight=False).print(table)
@@ -168,7 +170,7 @@ def _as_table(checks: Sequence[Finding]) -> str:
 
 
 class MeasuredLink(NamedTuple):
-    """The link between two worker groups in one direction; ``error`` tells why it has no numbers."""
+    """The link between two worker groups in one direction; ``error`` says why it has no numbers."""
 
     source: int
     target: int
@@ -178,7 +180,9 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """Everything that rank 0 learns about the ranks, their machines and the links between groups."""
+    """Everything that rank 0 learns about the ranks, their machines, and the links
+    between groups.
+    """
 
     groups: int
     endpoints: Sequence[Endpoints]
@@ -190,7 +194,7 @@ class Examined(NamedTuple):
 def _examined(
     worker_groups: object, num_nodes: int | None, seconds: float, wait: float
 ) -> Examined | None:
-    """Examines all ranks, which must call it together; only rank 0 gets the outcome."""
+    """Examines all ranks, which must call this together; only rank 0 gets the outcome."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -211,7 +215,7 @@ def _examined(
         datetime.timedelta(seconds=wait),
     )
     machines = rendezvous.all_gather("machines", describe())
-    progress("All are here; connecting each with each")
+    progress("All processes have joined; connecting every pair")
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
     links = []
     if not broken:
@@ -225,7 +229,7 @@ def _no_progress(text: str) -> None: ...
 
 
 class Launch(NamedTuple):
-    """The place of this process in the launch, and the address at which all ranks meet."""
+    """This process's position in the launch, and the address at which all ranks meet."""
 
     rank: int
     world_size: int
@@ -235,17 +239,15 @@ class Launch(NamedTuple):
 
 
 def detect_launch(num_nodes: int | None = None) -> Launch:
-    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the
-    training.
-    """
+    """Detects torchrun, srun, or variables set by hand, as Lightning does for training."""
     environment, numbers = _environment(num_nodes)
     for name in numbers:
         value = os.environ.get(name, "")
         if not value.isdigit():
             raise ValueError(
-                f"{name}={value!r} is not a number. Set it on every node, as for the training."
+                f"{name}={value!r} is not a number. Set it on every node, as you do for training."
             )
-    # Lightning would take the loopback address, where no other machine finds rank 0.
+    # Lightning would use the loopback address, where no other machine can find rank 0.
     if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
         raise ValueError(
             "MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node."
@@ -256,7 +258,7 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
     rank = environment.global_rank()
     world_size = environment.world_size()
     if numbers:
-        # GROUP_WORLD_SIZE is missing where ranks were started by hand one by one.
+        # GROUP_WORLD_SIZE is missing if ranks were started by hand, one by one.
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         nodes = int(os.environ.get("GROUP_WORLD_SIZE", max(world_size // per_node, 1)))
     else:
@@ -265,7 +267,7 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
 
 
 def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
-    """Returns Lightning's cluster environment, and the variables that must hold numbers for it."""
+    """Returns Lightning's cluster environment, and the variables that must be numbers for it."""
     fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
     environments = import_module(f"{fabric}.plugins.environments")
     if num_nodes is not None:
@@ -278,14 +280,14 @@ def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
         except RuntimeError as error:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     raise ValueError(
-        "This process does not know its rank. Start it on every node like the training: with srun,"
-        " with torchrun, or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes"
-        " N."
+        "This process does not know its rank. Start it on every node the way you start training:"
+        " with srun, with torchrun, or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and"
+        " --num-nodes N."
     )
 
 
 def describe() -> Numbers:
-    """Describes the machine of this rank: values that JSON can express."""
+    """Describes this rank's machine in values that JSON can express."""
 
     def tcp(name: str) -> str:
         try:
@@ -304,7 +306,7 @@ def describe() -> Numbers:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "tcp": {
             "congestion_control": tcp("tcp_congestion_control"),
-            # The largest size of a buffer in bytes; 0 if the system does not publish it.
+            # The largest buffer size in bytes; 0 if the system does not publish it.
             "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
             "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
             "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",
@@ -327,7 +329,7 @@ def findings(examined: Examined) -> list[Finding]:
 
 
 def _check_ranks(examined: Examined) -> Iterator[Finding]:
-    """Counts ranks and hosts, and compares the versions of packages between ranks."""
+    """Counts ranks and hosts, and compares package versions between ranks."""
     ranks = len(examined.endpoints)
     hosts = list(dict.fromkeys(endpoints.host for endpoints in examined.endpoints))
     places = f"{ranks} on {counted(len(hosts), 'host')} ({_some(hosts)})"
@@ -340,7 +342,7 @@ def _check_ranks(examined: Examined) -> Iterator[Finding]:
         if len(set(versions)) == 1:
             yield Finding("ok", name, versions[0])
         else:
-            fix = f"Install the same version of {name} for all ranks."
+            fix = f"Install the same version of {name} on all ranks."
             yield Finding("wrong", name, _by_value(versions), fix)
 
 
@@ -363,15 +365,15 @@ def _rank(rank: int, examined: Examined) -> str:
 
 
 def _check_machines(examined: Examined) -> Iterator[Finding]:
-    """Looks for machines with too few files, too many threads, or a slow debug setting."""
-    # Of each kind only the worst or first is shown: the others have the same remedy.
+    """Looks for machines with too low a file limit, too many threads, or a slow debug setting."""
+    # For each kind, only the worst or the first is shown, because the remedy is the same for all.
     needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
     files = [machine["files"] for machine in examined.machines]
     few_files = [rank for rank, limit in enumerate(files) if 0 <= limit < needed]
     if few_files:
         rank = min(few_files, key=lambda rank: files[rank])
         limit = f"{_rank(rank, examined)} may open {files[rank]}; {needed} may be needed"
-        fix = f"ulimit -n {needed} before the training starts, on every machine."
+        fix = f"Run ulimit -n {needed} on every machine before training starts."
         yield Finding("wrong", "open files", limit, fix)
     yield from list(_crowded_hosts(examined))[:1]
     for rank, machine in enumerate(examined.machines):
@@ -398,7 +400,7 @@ def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_links(examined: Examined) -> Iterator[Finding]:
-    """Reports unreachable ranks, and round trip, bandwidth, buffers and slow start of each link."""
+    """Reports unreachable ranks, and each link's round trip, bandwidth, buffers and slow start."""
     if not examined.broken:
         pairs = len(examined.endpoints) * (len(examined.endpoints) - 1)
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
@@ -418,7 +420,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
     for link in examined.links:
         way = f"{link.source} -> {link.target}"
         if link.error:
-            fix = "Start the doctor again; if the error persists, look at that machine."
+            fix = "Run sdiloco doctor again; if the error persists, check that machine."
             yield Finding("wrong", f"round trip {way}", link.error, fix)
             continue
         if link.source < link.target:
@@ -435,7 +437,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
         yield Finding(
             "slow",
             "idle connections",
-            "TCP starts slowly again after idling, as it does between two launches",
+            "TCP restarts slowly after idling, as it does between two launches",
             "On all machines: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
 
@@ -450,14 +452,14 @@ def _check_direction(link: MeasuredLink, back: float) -> Finding:
         "slow",
         check,
         f"{rate}, and {readable_rate(back / 1e9)} in the other direction",
-        f"Look for other traffic from worker group {link.source} to {link.target}, and at the"
-        " congestion control there: training goes at the pace of the slower direction.",
+        f"Look for other traffic from worker group {link.source} to {link.target}, and check the"
+        " congestion control there: training runs at the pace of the slower direction.",
     )
 
 
 def _check_buffers(link: MeasuredLink, buffers: tuple[int, int]) -> Iterator[Finding]:
-    """Yields a finding where TCP buffers limit a link. A connection carries at most one buffer in
-    each round trip, and Linux keeps half of a buffer for itself.
+    """Yields a finding if TCP buffers limit a link. A connection carries at most one buffer per
+    round trip, and Linux keeps half of each buffer for itself.
     """
     limits = [buffer / 2 for buffer in buffers if buffer]
     if not limits or link.round_trip <= 0:
@@ -468,7 +470,7 @@ def _check_buffers(link: MeasuredLink, buffers: tuple[int, int]) -> Iterator[Fin
         yield Finding(
             "slow",
             f"buffers {link.source} -> {link.target}",
-            f"TCP buffers may hold one connection below {readable_rate(most / 1e9)} at"
+            f"TCP buffers may limit one connection to {readable_rate(most / 1e9)} at"
             f" {1000 * link.round_trip:.3g} ms",
             f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
             f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
@@ -487,8 +489,8 @@ def measure(
     seconds: float,
     progress: Callable[[str], None],
 ) -> list[MeasuredLink]:
-    """Measures between the first ranks of all worker groups, one link of each at a time. All ranks
-    must call it.
+    """Measures between the first ranks of all worker groups, one link per group at a time. All
+    ranks must call it.
     """
     listener = Listener(address, partial(_serve, seconds=seconds))
     try:
@@ -516,13 +518,13 @@ def measure(
 
 
 def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, tuple[str, int]]:
-    """Gathers the listeners of the first ranks, by group; all other ranks enter none."""
+    """Gathers the listeners of the first ranks, by group; other ranks contribute none."""
     entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
     return {group: (str(host), int(port)) for group, host, port in entries}
 
 
 def _round_trip(address: tuple[str, int]) -> float | str:
-    """Returns the seconds of a round trip, or why there is none."""
+    """Returns the duration of a round trip in seconds, or why there is none."""
     seconds: list[float] = []
 
     def ping(connection: socket.socket) -> None:
@@ -542,7 +544,7 @@ def _round_trip(address: tuple[str, int]) -> float | str:
 def _link(
     group: int, peer: int, address: tuple[str, int], round_trip: float | str, seconds: float
 ) -> MeasuredLink:
-    """Sends to another group for some seconds, and returns the rate that it has received."""
+    """Sends to another group for a few seconds, and returns the rate at which it received."""
     if isinstance(round_trip, str):
         return MeasuredLink(group, peer, error=round_trip)
     rates: list[float] = []
@@ -554,7 +556,7 @@ def _link(
         while time.monotonic() < deadline:
             connection.sendall(block)
         connection.shutdown(socket.SHUT_WR)
-        # The other side has counted.
+        # The other side counted the bytes.
         rates.append(float(_RATE.unpack(_receive(connection, _RATE.size))[0]))
 
     error = try_to_connect(*address, 4 * seconds + 10, send)
@@ -564,7 +566,7 @@ def _link(
 
 
 def _serve(connection: socket.socket, seconds: float) -> None:
-    """Answers pings, and measures the bits per second received in the second half of the time."""
+    """Answers pings, and measures the bits per second received during the second half."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while kind := connection.recv(1):
         if kind == b"p":
@@ -605,11 +607,13 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
-    """Examines the way to a hub up to the first fault: further checks would only repeat it."""
+    """Examines the connection to a hub up to the first fault, because further checks would only
+    repeat it.
+    """
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError(
-            "Give the keys of a site, or of another role in the run: --keys FILE; or --insecure."
+            "Give the keys of a site, or of another role in the run (--keys FILE), or --insecure."
         )
     checks: list[Finding] = []
     numbers: Numbers = {"hub": options.hub}
@@ -623,7 +627,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Num
 def _check_path(
     options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: Numbers
 ) -> Iterator[Finding]:
-    """Yields the checks in the order in which they depend on each other: keys, addresses, hub."""
+    """Yields the checks in order of dependency: keys, addresses, hub."""
     yield _check_keys(options)
     errors = [try_to_connect(host, port, 5.0) for host, port in addresses]
     for (host, port), error in zip(addresses, errors, strict=True):
@@ -632,7 +636,7 @@ def _check_path(
                 "wrong" if all(errors) else "slow",  # one of several addresses is enough
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
-                "Start the hub, on an address that can be reached from here (--listen"
+                "Start the hub on an address that can be reached from here (--listen"
                 f" 0.0.0.0:{port}), and open that port on its machine. Sites need no open port.",
             )
     for number, (host, port) in enumerate(addresses, start=1):
@@ -645,7 +649,7 @@ def _check_path(
 def _check_keys(options: HubOptions) -> Finding:
     """Loads the bundle, and reports its holder, run and validity."""
     if options.keys is None:
-        insecure = "none: anyone on the way can read and change everything (--insecure)"
+        insecure = "none: anyone in between can read and change everything (--insecure)"
         return Finding("ok", "keys", insecure)
     try:
         bundle = load(options.keys)
@@ -675,12 +679,12 @@ def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterato
 
 
 def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> Iterator[Finding]:
-    """Measures round trip, clock and bandwidth, and stores them and the run's status in
+    """Measures the round trip, clock and bandwidth, and stores them and the run's status in
     ``numbers``.
     """
     numbers["round_trip"] = mailbox.round_trip()
     identity = mailbox.identity
-    yield Finding("ok", "hub", f"it answers, and knows {identity.role} {identity.name}")
+    yield Finding("ok", "hub", f"it answers, and recognises {identity.role} {identity.name}")
     round_trip = f"{1000 * numbers['round_trip']:.3g} ms, measured only on this end"
     yield Finding("ok", "round trip", round_trip)
     hub_clock = mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())
@@ -688,7 +692,7 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
     direction = "ahead of" if ahead > 0 else "behind"
     clock = f"the hub's clock is {abs(ahead):.0f} s {direction} the one here"
     if abs(ahead) > _CLOCKS_APART:
-        fix = "Set the wrong one: certificates are valid by its dates."
+        fix = "Correct the wrong clock: certificates are checked against it."
         yield Finding("slow", "clock", clock, fix)
     else:
         yield Finding("ok", "clock", clock)
@@ -702,19 +706,19 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
 
 
 def _fix_of(refusal: Exception, insecure: bool) -> str:
-    """Returns the advice for a hub that refuses a call or does not answer it."""
+    """Returns advice for a hub that refuses a call or does not answer it."""
     if LIMIT_OF_DISTANCE in str(refusal):
-        return "Find a shorter way to the hub, or a hub that is nearer to all sites."
+        return "Find a shorter route to the hub, or a hub that is nearer to all sites."
     if isinstance(refusal, HubUnreachable):
         if insecure:
             return (
-                "Something listens there, but does not answer: a hub with keys refuses calls"
-                " without. Give --keys FILE."
+                "Something listens there but does not answer: a hub with keys refuses calls without"
+                " them. Give --keys FILE."
             )
         return (
-            "Something listens there, but hub and keys do not match: another authority, another"
-            " run, or a hub without TLS. Get keys from where the hub's are made: sdiloco keys add"
-            " FOLDER NAME."
+            "Something listens there, but it does not match the keys: they are from a different"
+            " authority or run, or the hub does not use TLS. Get keys from the place where the"
+            " hub's keys are made: sdiloco keys add FOLDER NAME."
         )
     if insecure:
         return "Give the name of the run that this hub serves: --run NAME."
@@ -722,22 +726,22 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
 
 
 def _check_run(status: Numbers) -> Iterator[Finding]:
-    """Reports the state of the run, the hub's disk, and whether the versions here may join."""
+    """Reports the run's state, the hub's disk, and whether the versions here may join."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
         yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:
-        # A site that is missing for the quorum may be the one that is about to join.
+        # The site that the quorum lacks may be the one that is about to join.
         finding = Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
         yield finding._replace(state="slow") if status.get("lost_quorum") else finding
     needs = status["disk"]["still_needs"]
     free = status["disk"]["free"]
     if free is not None:
-        room = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more"
+        room = f"the hub has {readable(free)} free, but the run will need another {readable(needs)}"
         if free < needs:
-            fix = "Make room, or give the hub another --store: without room no rounds close."
+            fix = "Free up space, or give the hub a different --store: if full, no rounds close."
             yield Finding("slow", "disk", room, fix)
         else:
             yield Finding("ok", "disk", room)
@@ -751,7 +755,7 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
 
 
 def _described(run_config: Numbers) -> str:
-    """Formats the run config in one line: model, terms and settings."""
+    """Formats the run config on one line: model, terms and settings."""
     terms = run_config["terms"]
     end = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = terms["quorum"]
@@ -766,15 +770,15 @@ def _described(run_config: Numbers) -> str:
 
 
 def _check_version(name: str, required: str) -> Finding:
-    """Compares an installed version with that of the run config; only the patch may differ."""
+    """Compares an installed version with the run config's; only the patch level may differ."""
     installed = (_installed_version(name) or "none").split("+")[0]
     if installed == required.split("+")[0]:
         return Finding("ok", name, installed)
     if installed.split(".")[:2] == required.split(".")[:2]:
         difference = (
-            f"{installed} here, {required} in the run config: it may join if both compute the same"
-            " from known values"
+            f"{installed} here, {required} in the run config: it may join if both versions compute"
+            " the same results from known values"
         )
         return Finding("ok", name, difference)
-    fix = f"Install {name}=={required} here: a run keeps the versions with which it was founded."
+    fix = f"Install {name}=={required} here: a run keeps the versions it was founded with."
     return Finding("wrong", name, f"{installed} here, but {required} in the run config", fix)

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco hub``: serves a run to its sites, with metrics, and sends requests to a hub."""
+"""Runs ``sdiloco hub``: serves a run to its sites, with metrics, and sends requests to hubs."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 
-_MOMENT = 0.5  # seconds between two looks whether this hub is the latest of its run
+_MOMENT = 0.5  # seconds between checks that this hub is the latest of its run
 
 
 def hub(
@@ -35,37 +35,37 @@ def hub(
     backups_every: float = 3600.0,
     refound: bool = False,
 ) -> str:
-    """Serve a run to its sites until a signal ends it; restart it with the same ledger.
+    """Serve a run to its sites until a signal ends it. Restart it with the same ledger.
 
     Args:
         run: The name of the run.
-        keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: Number of sites with which the run starts. Afterwards, sites may join and leave at
-            any time.
-        listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an
+        keys: The hub's bundle, or the folder made by `sdiloco keys init`.
+        sites: Number of sites needed to start the run. Afterwards, sites may join and leave at any
+            time.
+        listen: Address and port. For sites on other machines, use 0.0.0.0 or the address of an
             interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a
-            durable disk.
+        ledger: The file with the run's records. Without it the run is lost, so keep it on a durable
+            disk.
         store: Folder or URL for payloads and states; by default a folder next to the ledger.
-        insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do
+        insecure: Serve without TLS, for tests on one machine: anyone who can reach the port can do
             anything.
         metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz;
-            none by default. Anyone who reaches that port can read them.
-        quorum: Your own quorum that sites may found the run on: module.Class, of a module that
-            Python finds here. Nothing else that a site names is imported; this package's own are
-            always allowed.
-        backups: A folder, on another disk, for copies of ledger and payloads, made while the run
-            continues. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
-        backups_every: Seconds between two copies.
-        refound: Found the run again on a new ledger, from the state of its remaining sites, if the
-            old ledger is lost.
+            none by default. Anyone who can reach that port can read them.
+        quorum: Your own quorum that sites may use to found the run: module.Class, in a module that
+            Python finds here. No other quorum that a site names is imported; this package's own
+            quorums are always allowed.
+        backups: A folder on a different disk for copies of the ledger and payloads, made while the
+            run continues. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        backups_every: Seconds between copies.
+        refound: If the old ledger is lost, found the run again on a new one, from the state of its
+            remaining sites.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
     """
     if run is None:
         raise ValueError(
-            "A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER)."
+            "A hub serves one run: give its name (--run NAME) and its keys (--keys FOLDER)."
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
@@ -91,14 +91,14 @@ def hub(
         except ValueError:
             service.close()
             raise
-    # The service ends first: until it has, /healthz answers that it does not serve.
+    # The service ends first; until it has, /healthz answers that it is not serving.
     with nullcontext() if server is None else closing(server), closing(service):
         _serve(run, service, server)
-    return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
+    return f"The hub has ended. Everything is in {ledger}: to continue, rerun the same command."
 
 
 def _serve(run: str, service: HubService, server: "MetricsServer | None") -> None:
-    """Serves until a signal comes, and prints where."""
+    """Serves until a signal arrives, and prints the address."""
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
@@ -107,11 +107,11 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
     if status["founded"]:
         state = f"it continues after {status['records']} records"
     else:
-        state = f"it waits for {status['missing']} sites that found the run"
-    print(f"The hub of run {run} listens on port {service.port}: {state}.", flush=True)
+        state = f"it is waiting for {status['missing']} sites to found the run"
+    print(f"The hub for run {run} is listening on port {service.port}: {state}.", flush=True)
     if server is not None:
         print(
-            f"Metrics for Prometheus are on port {server.port}, open to anyone who reaches it.",
+            f"Metrics for Prometheus are on port {server.port}, open to anyone who can reach it.",
             flush=True,
         )
     while not over.wait(_MOMENT):
@@ -123,11 +123,11 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Options shared by all commands that ask a hub: which hub, and as whom.
+    """Options shared by all commands that contact a hub: which hub, and in which role.
 
     Args:
-        hub: Address and port of the hub; several, separated by commas, if it has several.
-        keys: Your bundle; an operator's for commands that change the run.
+        hub: Address and port of the hub, or several, separated by commas.
+        keys: Your bundle; commands that change the run need an operator's.
         run: The name of the run, if the bundle does not name it.
         insecure: Connect to a hub that uses no keys.
     """
@@ -138,9 +138,11 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub; the bundle names the caller, and the run unless ``run`` does."""
+        """Connects to the hub; the bundle names the caller, and also the run unless
+        ``run`` does.
+        """
         if self.hub is None:
-            raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
+            raise ValueError("Give the hub's address: --hub ADDRESS:PORT.")
         name = str(role)
         run = self.run
         if self.keys is not None and not self.insecure:
@@ -148,7 +150,7 @@ class HubOptions:
             name = holder.name
             run = run or holder.run
         if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle also names it: --keys FILE.")
+            raise ValueError("Give the run's name: --run RUN. A bundle also names it: --keys FILE.")
         return HubClient(
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )
@@ -172,7 +174,8 @@ def status_of(mailbox: HubClient) -> Status:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Remove a site from a run. If it is restarted, it may rejoin with a state from the others.
+    """Remove a site from a run. If it is restarted, it may rejoin with a state from the other
+    sites.
 
     Args:
         site: The name of the site.
@@ -182,11 +185,11 @@ def evict(site: str, options: HubOptions) -> str:
         $ sdiloco hub evict site-b --hub a.example:29400 --keys operator.bundle
     """
     options.ask("operator", "evict", who=site)
-    return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
+    return f"{site} was evicted. To keep it out permanently, revoke its keys: sdiloco keys revoke FOLDER {site}."
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, for which every site launches.
+    """End a run: the next round of every fragment is the last, and every site launches for it.
 
     Args:
         options: Which hub to ask, and as whom.
@@ -196,13 +199,13 @@ def end(options: HubOptions) -> str:
 
 
 def backup(options: HubOptions) -> str:
-    """Copy ledger and payloads of a run now, into the folder for backups of its hub.
+    """Copy a run's ledger and payloads now, into the hub's backup folder.
 
     Args:
         options: Which hub to ask, and as whom.
     """
     copy = options.ask("operator", "backup")
-    return f"{copy['records']} records are in {copy['folder']}, at the hub."
+    return f"{copy['records']} records are in {copy['folder']}, on the hub's machine."
 
 
 def amend(
@@ -217,11 +220,12 @@ def amend(
 
     Args:
         options: Which hub to ask, and as whom.
-        rounds: The rounds of every fragment after which the run ends; 0: it ends when its sites do.
-        grace: Seconds for which a round remains open after its first contribution.
-        lease: Seconds for which a round waits for a site that sends no heartbeat.
+        rounds: Number of rounds of every fragment after which the run ends; 0: it ends when its
+            sites do.
+        grace: Seconds that a round remains open after its first contribution.
+        lease: Seconds that a round waits for a site that sends no heartbeat.
         quorum: The fewest sites that a round needs.
-        guard: Longest accepted outer gradient, as a multiple of the usual length; 0: no limit.
+        guard: Longest accepted outer gradient, as a multiple of the typical length; 0: no limit.
 
     Examples:
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
@@ -244,7 +248,7 @@ def amend(
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round: later records are dropped for good. Restart sites that have
+    """Roll a run back to a round. Later records are dropped permanently; restart sites that have
     applied them.
 
     Args:
@@ -256,8 +260,8 @@ def rollback(round: int, options: HubOptions) -> str:
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: restart them from"
-        " an earlier checkpoint, or without one."
+        f"{records} records remain. Sites that have applied more are refused: restart them from an"
+        " earlier checkpoint, or without one."
     )
 
 
@@ -268,12 +272,12 @@ STATES = {
     "silent": "red",
     "gone": "dim",
 }
-"""The states of a site, each with its color."""
+"""The possible states of a site, each with its color."""
 
 # Metrics
 
 
-_FRESH = 1.0  # seconds for which a status is reused, however often it is asked for
+_FRESH = 1.0  # seconds for which a status is reused, however often it is requested
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "last_heartbeat": (
@@ -284,9 +288,9 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "rounds_behind": (
         "gauge",
         "rounds_behind",
-        "Rounds that a site has not applied, in the worst fragment.",
+        "Rounds that a site has not applied, for the fragment furthest behind.",
     ),
-    "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
+    "share": ("gauge", "weight_share", "A site's share of the weight in the last 8 rounds."),
     "late": (
         "counter",
         "late",
@@ -295,22 +299,22 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "lost_steps": (
         "counter",
         "lost_steps",
-        "Inner steps of a site's process that never count because their launches were late.",
+        "Inner steps of a site's process that never counted because their launches were late.",
     ),
     "lost_share": (
         "gauge",
         "lost_share",
-        "Share of these among the inner steps of the process.",
+        "Share of such steps among the inner steps of the process.",
     ),
     "cosine": (
         "gauge",
         "cosine",
-        "Cosine of a site's last contribution with the mean of the others.",
+        "Cosine of a site's last contribution with the mean of the other sites.",
     ),
     "against": (
         "gauge",
         "against",
-        "How many of the last 16 contributions of a site pointed against the others.",
+        "How many of a site's last 16 contributions pointed against the other sites'.",
     ),
     "not_finite": (
         "counter",
@@ -331,15 +335,16 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "Rate of the last blob that a site has sent.",
     ),
 }
-"""The metrics of a site by the keys of its status: kind, name and help. A counter counts since the
-hub was started."""
+"""A site's metrics by the keys of its status: kind, name and help. Counters start at the hub's
+start.
+"""
 
 
 class MetricsServer:
     """Answers all requests for metrics, in its own threads, without TLS or authentication.
 
-    The status is asked for at most once a second. /healthz answers 200 while the hub serves, and
-    else 503.
+    The status is requested at most once a second. /healthz answers 200 while the hub is serving,
+    and 503 otherwise.
     """
 
     def __init__(
@@ -389,7 +394,7 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[object]:
-        """Names no metrics in advance, so that the registration needs no status."""
+        """Names no metrics in advance, so that registration needs no status."""
         return []
 
     def collect(self) -> Iterator[object]:
@@ -400,7 +405,7 @@ class MetricsServer:
                 self._until = time.monotonic() + _FRESH
             status = self._last
         family = partial(_family, _client("prometheus_client.core"), status["run"])
-        trouble = "Whether something keeps rounds from closing, such as a full disk."
+        trouble = "Whether something prevents rounds from closing, such as a full disk."
         missing = status.get("missing", 0)
         records = status.get("records", 0)
         yield family("founded", "Whether the run has been founded.", [([], status["founded"])])
@@ -425,7 +430,7 @@ def _family(
     *labels: str,
     kind: str = "gauge",
 ) -> object:
-    """Makes a family of metrics whose samples all carry the name of the run."""
+    """Makes a family of metrics whose samples all carry the run's name."""
     cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
     family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
     for values, number in samples:
@@ -434,12 +439,12 @@ def _family(
 
 
 def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -> Iterator[object]:
-    """Yields the metrics of the sites; one that is None for a site has no sample."""
+    """Yields the sites' metrics; a metric that is None for a site has no sample."""
     states: Samples = []
     for name, site in sites.items():
         for state in STATES:
             states.append(([name, state], site["state"] == state))
-    text = "Whether a site is in a state, 1 in one of them."
+    text = "Whether a site is in a state: 1 for its current state."
     yield family("site_state", text, states, "site", "state")
     for key, (kind, metric, text) in SITE_METRICS.items():
         samples = [([name], site[key]) for name, site in sites.items() if site[key] is not None]
@@ -465,6 +470,7 @@ def _client(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install all that a federation"
-            " needs (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
+            "Metrics need prometheus_client, which is not installed. Install everything a"
+            " federation needs (pip install 'lightning-sdiloco[federated]'), or leave out"
+            " --metrics."
         ) from error

@@ -1,6 +1,4 @@
-"""Runs ``sdiloco keys``: makes the authority of a federation, bundles for its holders, and takes
-them back.
-"""
+"""Runs ``sdiloco keys``: makes a federation's authority and its holders' bundles, and revokes keys."""
 
 from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
 from lightning_sdiloco.planning.link import require
@@ -11,16 +9,16 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
 
     Args:
         folder: The folder. Anyone who can read it can act as any site.
-        run: The run that the keys are for. By default the first run whose hub is started with the
+        run: The run that the keys are for. By default, the first run whose hub is started with the
             folder.
-        days: Days for which added keys can be valid.
+        days: The longest time, in days, for which added keys can be valid.
 
     Examples:
         $ sdiloco keys init keys --run pretrain
     """
     require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundle = init_keys(folder, run, days)
-    return f"{bundle}: for the hub, which also takes {folder} itself. Keep the folder to yourself, and add sites to it."
+    return f"{bundle}: for the hub, which also accepts {folder} itself. Keep the folder private, and add sites to it."
 
 
 def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> str:
@@ -29,9 +27,9 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
     Args:
         folder: The folder of `sdiloco keys init`.
         names: Names of sites, operators or readers.
-        role: What they may do: a site trains, an operator evicts and ends, a reader sees the
-            status.
-        days: Days for which they are valid.
+        role: What the holders may do: a site trains, an operator evicts sites and ends runs, a
+            reader sees the status.
+        days: Number of days for which the keys are valid.
 
     Examples:
         $ sdiloco keys add keys site-a site-b
@@ -44,7 +42,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
 
 
 def revoke(folder: str, names: list[str]) -> str:
-    """Revoke all keys of holders: a hub that runs with the folder then refuses them.
+    """Revoke all keys of the holders: a hub that runs with the folder then refuses them.
 
     Args:
         folder: The folder of `sdiloco keys init`.

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Numbers = dict[str, Any]
-"""What a command measures or plans, by the names that its JSON has."""
+"""The values that a command measures or plans, by their names in its JSON."""
 
 StyleValue = Any
-"""The value of a setting or a keyword of matplotlib."""
+"""The value of a matplotlib setting or keyword."""
 
 # Tables
 
@@ -32,9 +32,9 @@ def table(
 
     Args:
         columns: The cells of each column.
-        left: How many columns, from the first, are left-aligned.
+        left: The number of leading columns that are left-aligned.
         width: Characters of a line.
-        section: Number of rows after which there is a space; 0 for none.
+        section: Number of rows between blank lines; 0 for none.
     """
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):
@@ -50,12 +50,12 @@ def table(
 
 
 def percent(share: float) -> str:
-    # Cut rather than rounded: 100 % is said only where nothing waits.
+    # Truncated rather than rounded, so that 100 % appears only if nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
 def plain(value: object) -> object:
-    """Returns dataclasses and named tuples, and all that they hold, as values of JSON."""
+    """Returns dataclasses and named tuples, and everything in them, as JSON values."""
     if is_dataclass(value):
         return plain(vars(value))
     if hasattr(value, "_asdict"):
@@ -133,7 +133,7 @@ DARK = Theme(
     ),
 )
 
-# One method has one color in all pictures, also in those of the benchmarks.
+# Each method has one color in all pictures, including the benchmarks'.
 STREAMING = "C1"
 DILOCO = "C3"
 DDP = "C9"
@@ -166,7 +166,7 @@ def drawn(
     size: tuple[float, float] = (8.4, 4.3),
     dpi: int = 190,
 ) -> bytes:
-    """Draws on a figure of matplotlib, and returns the file; equal pictures are equal bytes.
+    """Draws on a matplotlib figure, and returns the file; equal pictures have equal bytes.
 
     The theme's lines are C0 to C9 there.
     """
@@ -186,8 +186,8 @@ def drawn(
 def save_picture(
     path: str, draw: Callable[["Figure"], None], size: tuple[float, float] = (8.4, 4.3)
 ) -> list[Path]:
-    """Draws a picture for light pages and, with -dark in its name, for dark ones; returns both
-    files.
+    """Draws a picture for light pages and another, with -dark in its name, for dark pages; returns
+    both files.
     """
     require_drawable(path)
     light = Path(path)

@@ -68,41 +68,42 @@ def plan(
     picture: str | None = None,
     format: Literal["text", "json"] = "text",
 ) -> str:
-    """Print what a link allows: bytes, peak bandwidth and compute utilisation of each method, and
-    what to set.
+    """Print what a link allows: each method's bytes, peak bandwidth and compute utilisation, and
+    the settings to use.
 
     Args:
-        model: LightningModule (or other module) by its class path, with --model.NAME for its
+        model: Class path of a LightningModule (or other module), with --model.NAME for its
             arguments.
-        params: Parameters, instead of a model.
+        params: Number of parameters, instead of a model.
         layers: Number of layers, with --params.
-        step_time: Time of an inner step, without any exchange between groups.
+        step_time: Duration of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
         bandwidth: Bandwidth between a group and all others, in each direction.
-        hub_bandwidth: Bandwidth of a federation's hub; the groups are then its sites.
+        hub_bandwidth: Bandwidth of a federation's hub, in which case the groups are its sites.
         quorum: The federation's quorum, which decides for which sites a round waits: a number of
             sites, or a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
-        grace: Time for which rounds remain open after the first contribution, with --quorum; 10s by
+        grace: How long rounds remain open after the first contribution, with --quorum; 10s by
             default.
         delays: Seconds by which each site's contributions are late, such as 0,0,12; with --quorum.
         links: YAML file with the Gbit/s of each group's link, a list or a mapping from names,
-            instead of --bandwidth and --groups. The plan takes the slowest link, and shows what two
-            shots gain with parts that suit the links.
-        round_trip: Time to another group and back.
+            instead of --bandwidth and --groups. The plan uses the slowest link, and shows what
+            two-shot gains with parts that suit the links.
+        round_trip: Round-trip time to another group.
         loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as
+        overlap_steps: Inner steps from the launch of a fragment to its landing. By default, 5 or as
             many as fit into shorter rounds.
-        fragments: How the model is cut: strided or sequential, optionally with the repeated blocks
-            per fragment, as in strided:3 (by default as many as make some eight fragments, at most
-            three, or more to make at most 32 fragments); balanced; or a number of fragments.
+        fragments: How the model is cut: strided or sequential, optionally with the number of
+            repeated blocks per fragment, as in strided:3 (by default as many as make about eight
+            fragments, at most three, or more to make at most 32 fragments); balanced; or a number
+            of fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for its total bytes.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10
             for a CPU core.
-        paper_table_4: Reproduce Table 4 of the paper instead, with its idealisations.
-        picture: File (.svg or .png) for a plot of utilisation over bandwidth.
+        paper_table_4: Reproduce Table 4 of the paper instead, with the paper's idealisations.
+        picture: File (.svg or .png) for a plot of utilisation against bandwidth.
         format: Output format.
 
     Examples:
@@ -161,7 +162,7 @@ def plan(
 def _numbers(
     methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
 ) -> Numbers:
-    """Returns the numbers of a plan, as JSON names them; ``streaming`` has the asked settings."""
+    """Returns a plan's numbers by their JSON names; ``streaming`` has the requested settings."""
     model = streaming.model
     groups = streaming.groups
     compressions = {}
@@ -189,7 +190,7 @@ def _numbers(
 
 
 def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
-    """Draws utilisation from where nothing works to where DDP does, and the link in between."""
+    """Draws utilisation from where no method works to where DDP does, with the link in between."""
     link = numbers["link"]
     bandwidths = [link.gbit_s]
     for prediction in numbers["methods"].values():
@@ -202,7 +203,7 @@ def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) ->
 
 
 def _plan_as_json(numbers: Numbers, **parts: object) -> str:
-    """Formats a plan as JSON, with those of its parts that were asked for."""
+    """Formats a plan as JSON, with the requested parts."""
     asked_for = {name: part for name, part in parts.items() if part is not None}
     return json.dumps(plain({**numbers, **asked_for}), indent=2)
 
@@ -212,7 +213,7 @@ def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> floa
 
 
 def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
-    """Reads the links of all groups: Gbit/s by name, in their order."""
+    """Reads the links of all groups: Gbit/s by name, in order."""
     if path is None:
         return {}
     if bandwidth is not None:
@@ -224,8 +225,7 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(
-            f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each"
-            " link."
+            f"--links {path} cannot be read: {error}. Give a YAML file with each link's Gbit/s."
         ) from error
     links = dict(enumerate(content)) if isinstance(content, list) else content
     are_numbers = isinstance(links, dict) and all(
@@ -233,8 +233,8 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
     )
     if not are_numbers or len(links) < 2:
         raise ValueError(
-            f"--links {path} holds {content!r}. Give a list of at least two numbers, the Gbit/s of"
-            " each group's link, or a mapping from names to them."
+            f"--links {path} contains {content!r}. Give a list of at least two numbers, the Gbit/s"
+            " of each group's link, or a mapping from names to such numbers."
         )
     return {
         f"group {name}" if isinstance(name, int) else str(name): link
@@ -249,7 +249,7 @@ def _described(
     step_time: float | None,
     bandwidth: float | None,
 ) -> Model:
-    """Returns the model to plan for, after a check that no required option is missing."""
+    """Returns the model to plan for, after checking that no required option is missing."""
     options = {"--step-time": step_time, "--bandwidth": bandwidth}
     if not model:
         options = {"--params": params, "--layers": layers, **options}
@@ -275,18 +275,18 @@ def _described(
 
 
 def _module(make: MakeModel) -> nn.Module:
-    """Makes the module, on the meta device if it can be made there."""
+    """Makes the module, on the meta device if possible."""
 
     def configured() -> nn.Module:
         module = make()
-        # The hook in which a LightningModule may make its layers.
+        # A LightningModule may make its layers in this hook.
         getattr(module, "configure_model", lambda: None)()
         return module
 
     try:
         with torch.device("meta"):
             return configured()
-    except Exception:  # some models look at their values: these need the memory
+    except Exception:  # some models read their values, which takes the memory
         try:
             return configured()
         except Exception as error:
@@ -302,19 +302,19 @@ def _quorum(
     delays: str | None,
     hub: planner.HubLoad | None,
 ) -> Quorum | None:
-    """Returns the quorum by which rounds close at the hub; None without one."""
+    """Returns the quorum that closes rounds at the hub; None without one."""
     if quorum is None:
         for name, option in (("--grace", grace), ("--delays", delays)):
             if option is not None:
                 raise ValueError(
-                    f"{name} needs a quorum by which rounds close. Also give --quorum, such as"
-                    " --quorum 2."
+                    f"{name} needs a quorum to close rounds. Also give --quorum, such as --quorum"
+                    " 2."
                 )
         return None
     if hub is None:
         raise ValueError(
-            f"--quorum {quorum} is about the sites of a federation: worker groups that are launched"
-            " together wait for all. Also give the federation's --hub-bandwidth."
+            f"--quorum {quorum} only applies to the sites of a federation: worker groups launched"
+            " together wait for all groups. Also give the federation's --hub-bandwidth."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -325,7 +325,7 @@ def _quorum(
 def _ways(
     of_links: Mapping[str, float], delays: str | None, link: Link, hub: planner.HubLoad
 ) -> dict[str, Way]:
-    """Returns the way of each site to its hub, from the Gbit/s of each, or from one link for all."""
+    """Returns each site's link to its hub, from each site's Gbit/s or from one link for all."""
     of_sites = of_links or {f"site {number}": link.gbit_s for number in range(hub.sites)}
     try:
         late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
@@ -344,7 +344,7 @@ def _ways(
 
 
 def _settings(method: Streaming) -> Numbers:
-    """Returns the settings of a method as JSON names them, with the numbers that ``auto`` means."""
+    """Returns a method's settings by their JSON names, with numbers in place of ``auto``."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -365,11 +365,11 @@ NAMES: Mapping[str, str] = {
     "streaming_overlap": "... with overlap",
     "streaming_overlap_fp4": "... and FP4",
 }
-"""The methods, as the tables call them."""
+"""The methods' names in the tables."""
 
 
 def _plan_as_text(numbers: Numbers) -> str:
-    """Formats the numbers of a plan: the setup, both tables, and the recommendation."""
+    """Formats a plan's numbers: the setup, both tables, and the recommendation."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
@@ -441,7 +441,7 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    """Formats the load of the hub, and the settings that are enough for it."""
+    """Formats the hub's load, and settings with which its bandwidth suffices."""
     busy = f"{hub.share:.3g} times what it can"
     if hub.share <= 1:
         busy = f"{percent(hub.share)} of what it can"
@@ -458,9 +458,9 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
         "",
         f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all"
         " fragments:",
-        f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
+        f"  for each fragment, a site sends one payload and receives {hub.sites - 1}",
         f"  with sync_every={settings.sync_every} the hub sends {busy}",
-        f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps}"
+        f"  the largest fragment arrives after {hub.flight_seconds:.3g} s, {hub.flight_steps}"
         f" inner steps{late}",
         "",
         f"  {enough}",
@@ -469,11 +469,11 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
-    """Formats when rounds close under the quorum, and which sites they count."""
+    """Formats when rounds close under the quorum, and which sites count in them."""
 
     def described(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
-        arrival = f"is there after {round.seconds:.3g} s, {steps} inner steps"
+        arrival = f"arrives after {round.seconds:.3g} s, {steps} inner steps"
         return f"closes after {round.closes:.3g} s, {arrival}"
 
     sites = {
@@ -481,7 +481,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
         "at the hub\nafter, s": [f"{seconds:.3g}" for seconds in waits.arrives.values()],
         "counts": ["yes" if site in waits.usual.counted else "late" for site in waits.arrives],
     }
-    lines = ["With that quorum a round of the largest fragment", f"  {described(waits.usual)}"]
+    lines = ["With that quorum, a round of the largest fragment", f"  {described(waits.usual)}"]
     if waits.longest != waits.usual:
         lines.append(f"  at times it {described(waits.longest)}")
     lines += [f"  if it waited for all: {described(waits.all)}", "", table(sites)]
@@ -515,7 +515,7 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
 
 
 def _paper(picture: str | None, format: str) -> str:
-    """Returns Table 4 as text or JSON, and draws its curves if asked for a picture."""
+    """Returns Table 4 as text or JSON, and draws its curves if a picture is requested."""
     entries = list(paper.table_4())
     if picture is not None:
         panels = {}
@@ -529,21 +529,21 @@ def _paper(picture: str | None, format: str) -> str:
     columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]}
     for target in paper.TARGETS:
         columns[percent(target)] = [_entry(e) for e in entries if e.target == target]
-    title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
+    title = "Gbit/s for a compute utilisation; in brackets where the paper differs"
     return f"{title}\n\n{table(columns, left=2, section=len(NAMES))}"
 
 
 def _entry(entry: paper.Entry) -> str:
-    """Formats the number of the closed form, and behind it the paper's where it differs."""
+    """Formats the closed form's number, followed by the paper's where it differs."""
     if entry.gbit_s == entry.paper:
         return f"{entry.gbit_s}"
     return f"{entry.gbit_s} ({entry.paper})"
 
 
 Curves = Mapping[str, Callable[[float], float]]
-"""From a bandwidth in Gbit/s to the compute utilisation, by method."""
+"""Functions from a bandwidth in Gbit/s to the compute utilisation, by method."""
 
-# Label, color and line of each method.
+# The label, color and line style of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
     "ddp": ("DDP", DDP, "-"),
     "diloco": ("DiLoCo", DILOCO, "-"),
@@ -557,7 +557,7 @@ _POINTS_PER_DECADE = 40
 def _draw(
     path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
 ) -> None:
-    """Writes panels by title, each with its curves between two powers of ten, to a file."""
+    """Writes panels to a file, by title, each with its curves between two powers of ten."""
     count = (last - first) * _POINTS_PER_DECADE + 1
     points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 
@@ -575,7 +575,7 @@ def _draw(
 
 
 def _draw_curves(axes: "Axes", curves: Curves, points: Sequence[float], mark: float | None) -> None:
-    """Draws curves over a logarithmic axis, and a vertical line at a marked bandwidth."""
+    """Draws curves on a logarithmic axis, with a vertical line at a marked bandwidth."""
     for name, curve in curves.items():
         label, color, line = _LINES[name]
         axes.plot(points, list(map(curve, points)), color=color, linestyle=line, label=label)

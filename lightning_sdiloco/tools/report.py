@@ -1,4 +1,4 @@
-"""Runs ``sdiloco report``: turns records of a run into a page, its pictures and a timeline."""
+"""Runs ``sdiloco report``: turns a run's records into a page, its pictures and a timeline."""
 
 import base64
 import math
@@ -47,7 +47,7 @@ def report(run: str, output: str | None = None) -> str:
 
     Args:
         run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it:
-            the run's own, or one that holds version_N folders, of which the newest is taken.
+            the run's own folder, or one with version_N folders, the newest of which is used.
         output: Folder for the report; by default a folder named report in the run's.
 
     Examples:
@@ -79,7 +79,9 @@ def report(run: str, output: str | None = None) -> str:
 
 
 def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[str, bytes]]:
-    """Writes pictures as PNG, and returns them as SVG by name and theme: the page scales them."""
+    """Writes pictures as PNG, and returns them as SVG by name and theme, because the page scales
+    them.
+    """
     pictures: dict[str, dict[str, bytes]] = defaultdict(dict)
     for name in pictures_of(run):
         progress.update(f"Drawing {name}")
@@ -96,7 +98,7 @@ def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[
 
 
 class Causes(NamedTuple):
-    """Seconds for which training waited, by what it waited for."""
+    """Seconds that training spent waiting, by cause."""
 
     link: float
     groups: float
@@ -104,7 +106,7 @@ class Causes(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Settings to change, and the utilisation that the planner expects now and then."""
+    """Settings to change, and the utilisation that the planner expects before and after."""
 
     changes: dict[str, object]
     now: float
@@ -112,7 +114,7 @@ class Advice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The limit of a run, the numbers behind it, both in sentences, and in a few words what to
+    """A run's limit and the numbers behind it, both also in sentences, and a few words on what to
     change.
     """
 
@@ -168,7 +170,9 @@ def waited_for(run: Run) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Returns the link at the rate of all messages that ranks waited for; None without such."""
+    """Returns the link at the rate of all messages that ranks waited for; None if
+    there were none.
+    """
     bits = 0.0
     seconds = 0.0
     for landing, partners in _landings_with_partners(run):
@@ -182,7 +186,7 @@ def measured_link(run: Run) -> Link | None:
 
 
 def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[LandingRecord]]]:
-    """Yields each landing in training, with those of the same flight in the other groups."""
+    """Yields each landing in training, with the other groups' landings of the same flight."""
     flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = defaultdict(list)
     for rank in run.ranks:
         for landing in landings_in_training(rank):
@@ -203,8 +207,8 @@ def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) 
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """Finds the smallest change with which the planner expects the utilisation that it recommends,
-    or the best one.
+    """Finds the smallest change with which the planner expects to reach its recommended
+    utilisation, or else the best change.
     """
     settings = _settings(run)
     if settings is None:
@@ -231,7 +235,7 @@ def _model(run: Run) -> Model:
 
 
 def _with_one_change(settings: Settings) -> list[Settings]:
-    """Returns settings that differ in one of them, starting with those that change training least."""
+    """Returns settings with one change each, starting with those that change training least."""
     candidates = [
         replace(settings, overlap_steps=more)
         for more in OVERLAP_STEPS
@@ -266,9 +270,7 @@ def _settings(run: Run) -> Settings | None:
 
 
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
-    """Returns the groups of a run, with the memory rate at which its work in the background took
-    as long as it did.
-    """
+    """Returns a run's groups, with the memory rate that explains how long its background work took."""
     about = run.ranks[0].about
     step_time = max(map(step_seconds, run.ranks))
     groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
@@ -294,10 +296,10 @@ def _limit_as_text(
     if limit == "alone" and head.about.get("site") is not None:
         return [f"{computed} {_site_as_text(head)}"]
     if limit == "alone":
-        return ["There is one worker group, so nothing was sent, and training never waited."]
+        return ["There is only one worker group, so nothing was sent and training never waited."]
     rate = ""
     if link is not None:
-        rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it."
+        rate = f" The link carried {readable_rate(link.gbit_s)} while it was in use."
     if limit == "nothing":
         return [f"{computed} No setting would change that much.{rate}"]
     waited = _waits_as_text(causes)
@@ -310,7 +312,7 @@ def _limit_as_text(
 
 
 def _site_as_text(head: Rank) -> str:
-    """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
+    """Describes a federation's site: its restarts, and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
     counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
@@ -327,7 +329,7 @@ def _site_as_text(head: Rank) -> str:
 
 
 def _losses_as_text(head: Rank) -> str:
-    """Describes the training of a site that counts nowhere, as an average over the fragments."""
+    """Describes a site's training that never counted, as an average over the fragments."""
     dropped = sum(landing.lost_steps for landing in head.landings)
     trained = len(head.steps) * len(head.fragments)
     if not dropped or not trained:
@@ -352,7 +354,7 @@ def _waits_as_text(causes: Causes) -> str:
 
 
 def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
-    """Describes a run that waited for its slowest group, which no setting changes."""
+    """Describes a run that waited for its slowest group, which no setting can change."""
     steps = {rank.group: step_seconds(rank) for rank in run.heads}
     slow = max(steps, key=lambda group: steps[group])
     fast = min(steps, key=lambda group: steps[group])
@@ -415,7 +417,7 @@ def _conclusion(run: Run, limit: str, share: float, advice: Advice | None) -> st
 
 
 def _agreement_as_text(run: Run) -> list[str]:
-    """Describes the outer gradients that were left out, and how well the last ones agreed."""
+    """Describes the outer gradients that were left out, and how closely the last ones agreed."""
     landings = landings_in_training(run.heads[0])
     sentences = []
     left_out = sum(len(landing.left_out) for landing in landings)
@@ -457,7 +459,7 @@ _BARS = 240
 
 
 def overlap(first: Span, second: Span) -> float:
-    """Returns how many seconds two spans have in common.
+    """Returns how many seconds two spans overlap.
 
     >>> overlap((0, 3), (2, 5)), overlap((0, 1), (2, 3))
     (1, 0.0)
@@ -471,7 +473,7 @@ def trained(rank: Rank) -> Span:
 
 
 def landings_in_training(rank: Rank) -> list[LandingRecord]:
-    """Returns the landings for which training may have waited: all but those after the last step."""
+    """Returns the landings that training may have waited for: all but those after the last step."""
     until = trained(rank)[1]
     return [
         landing
@@ -548,11 +550,11 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
 
 
 def _bits_within(bar: Span, landings: Sequence[LandingRecord]) -> float:
-    """Returns the bits sent in a span, if each flight sent evenly from its launch to its arrival."""
+    """Returns the bits sent in a span, assuming each flight sent evenly from launch to arrival."""
     bits = []
     for landing in landings:
         launch = landing.spans["flight"][0]
-        # An arrival takes some time, even if the clock shows none.
+        # An arrival takes some time, even if the clock shows zero.
         arrival = max(on_the_link(landing)[-1][1], launch + 1e-9)
         share = 8 * landing.bytes_sent * overlap((launch, arrival), bar) / (arrival - launch)
         bits.append(share)
@@ -615,7 +617,7 @@ def norms_of(run: Run) -> dict[int | None, Curve]:
 
 
 def averaged(points: list[tuple[float, float]], count: int) -> Curve:
-    """Averages a number of points at a time, and puts each mean at the place of the last of them.
+    """Averages a number of points at a time, and puts each mean at the position of the last one.
 
     >>> averaged([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]
@@ -632,13 +634,13 @@ THEMES: Mapping[str, Theme] = {"light": LIGHT, "dark": DARK}
 
 _SIZE = 9.2, 3.1
 _ROUNDS = 2
-"""How many rounds of flights are drawn."""
+"""The number of rounds whose flights are drawn."""
 
 _GROUPS = 4
 """The most groups whose flights are drawn, from the first on."""
 
 _POINTS = 1000
-"""The most points of a line; where there are more, means of neighbours are drawn."""
+"""The maximum number of points on a line; beyond that, means of neighbouring points are drawn."""
 
 
 def color_of(group: int, theme: Theme) -> str:
@@ -668,7 +670,7 @@ def _legend(axes: "Axes") -> None:
 
 
 def _smoothed(points: Curve) -> Curve:
-    """Averages up to each point the last twentieth of all points, at most fifty."""
+    """Averages the last twentieth of all points up to each point, at most fifty."""
     width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
     curve = []
@@ -752,7 +754,7 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
     "in the background": (0.55, in_background),
     "on the link": (1.0, on_the_link),
 }
-"""The parts of a flight by name: how strong each is drawn, and when it was."""
+"""The parts of a flight by name: each one's opacity, and when it took place."""
 
 
 class _Bars(NamedTuple):
@@ -770,7 +772,7 @@ def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
     """
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
-    # Steps are drawn a hair apart, so that single ones can be seen.
+    # Steps are drawn slightly apart, so that each one can be seen.
     gap = (last - first) / 1500
     rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))
@@ -846,7 +848,7 @@ def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_sites(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws in which rounds each site counted, as one of them saw it, and when that one was
+    """Draws the rounds in which each site counted, as seen by one site, and when that site was
     started.
     """
     head = run.heads[0]
@@ -901,30 +903,30 @@ PICTURES: Mapping[str, Picture] = {
     "flights": Picture(
         draw_flights,
         "Fragments in flight, at the end of the run",
-        "The first groups, at most four. First row of a group: its inner steps, and where it"
+        "The first groups, at most four. A group's first row shows its inner steps, and where it"
         " waited. Below, each flight of its fragments from launch to result: strong while on the"
-        " link, the second hop included; weaker while it is encoded, decoded or stepped; pale while"
-        " it is queued. Each rank uses its own clock.",
+        " link, the second hop included; weaker while it is encoded, decoded or stepped; pale"
+        " while it is queued. Each rank uses its own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
         "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
         " round; and the norm of the outer gradient of all fragments. A curve far from the others"
-        " is a group that trains on something else.",
+        " is a group that trains on different data.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As this site saw it: a mark for each round of a fragment in which a site counted, at the"
-        " time of its landing here. A site without marks has died, left, or been late.",
+        "As seen by this site: a mark for each fragment round in which a site counted, at the time"
+        " of its landing here. A site without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that show something of a run; one site cannot tell how all agree."""
+    """Returns the pictures that apply to a run; a single site cannot tell how all sites agree."""
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
@@ -1018,7 +1020,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _table_of_ranks(run: Run) -> str:
-    """Formats one row for each rank, below a row of headers."""
+    """Formats one row per rank, below a row of headers."""
     names = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
     rows = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
     for rank in run.ranks:

@@ -1,9 +1,9 @@
 """Reads the records that a `StreamingDiLoCoMonitor` wrote as a `Run`, and turns it into a trace.
 
-[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends
-on no rank before all groups that count in it have launched it. So each flight bounds from both
-sides how far a clock can be ahead of that of rank 0. A clock that can be right is left as it is;
-another one is set to the middle of what the bounds allow.
+[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight does
+not end on any rank before all groups that count in it have launched it. So each flight bounds, from
+both sides, how far a clock can be ahead of rank 0's. A clock that may be right is left alone; any
+other is set to the middle of the bounds.
 """
 
 import json
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class LandingRecord(NamedTuple):
-    """A landing as it was recorded; most fields are those of `lightning_sdiloco.Landing`."""
+    """A recorded landing; most fields are those of `lightning_sdiloco.Landing`."""
 
     fragment: int
     launched_at: int
@@ -52,14 +52,14 @@ class LandingRecord(NamedTuple):
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":
-        """Reads a line that a clock wrote which is ahead by so many seconds."""
+        """Reads a line written by a clock that is ahead by this many seconds."""
         fields = {name: line[name] for name in LandingRecord._fields if name in line}
         spans = {name: _set_back(span, ahead) for name, span in line["spans"].items()}
         return LandingRecord(**{**fields, "spans": spans})
 
     @property
     def exchange(self) -> str:
-        """The exchange that ran: only two shots have a second hop."""
+        """The exchange that ran; only two-shot has a second hop."""
         return "two_shot" if "relay" in self.spans else "gather"
 
     def seconds(self, name: str) -> float:
@@ -75,9 +75,7 @@ class Validation(NamedTuple):
 
 @dataclass
 class Rank:
-    """The record of one rank; times are in seconds since 1970, by its own clock; see [Note:
-    clocks].
-    """
+    """One rank's record; times are in seconds since 1970 on its own clock; see [Note: clocks]."""
 
     rank: int
     about: Numbers
@@ -99,7 +97,7 @@ class Rank:
         return f"group {self.group}" if site is None else str(site)
 
     def add(self, line: Line, ahead: float) -> None:
-        """Adds a line that a clock wrote which is ahead by so many seconds."""
+        """Adds a line written by a clock that is ahead by this many seconds."""
         kind = line["kind"]
         step = line.get("step", 0)
         if kind == "start":
@@ -165,13 +163,13 @@ def read_run(folder: str | Path) -> Run:
     ranks = [rank for rank in ranks if rank.steps]
     if not ranks:
         raise ValueError(
-            f"The records in {place} hold no inner step: the run ended before its first."
+            f"The records in {place} contain no inner step: the run ended before its first one."
         )
     return Run(ranks)
 
 
 def _parts_of(path: Path) -> list[list[Line]]:
-    """Returns the lines of a record, one part for each time that the run was started or resumed."""
+    """Returns the lines of a record, in one part per start or resume of the run."""
     lines: list[Line] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):  # of the last line of a process that was killed
@@ -193,7 +191,7 @@ def _read_rank(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> 
 
 
 def _seconds_ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
-    """Returns by how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
+    """Returns how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
     least = float("-inf")
     most = float("inf")
     flight = itemgetter("fragment", "launched_at", "final")
@@ -321,10 +319,10 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counted: set[str] = set()
     for landing in rank.landings:
         sites_of_fragment[landing.fragment] = set(landing.sites)
-        # A round of one fragment may be missed by accident; a site in none of the last rounds is
+        # A site may miss a round of one fragment by accident; a site in none of the last rounds is
         # away.
         present = set().union(*sites_of_fragment.values())
         for site in sorted(present ^ counted):
-            change = "counts" if site in present else "counts no longer"
+            change = "counts" if site in present else "no longer counts"
             yield landing.spans["land"][1], f"{site} {change}"
         counted = present

@@ -15,15 +15,15 @@ from lightning_sdiloco.federation.coordinator import Status
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.tools.hub import STATES, HubOptions, status_of
 
-_EVERY = 1.0  # seconds between two looks
+_EVERY = 1.0  # seconds between updates
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; otherwise
+    """Show a run's sites and fragments: as a live table on a terminal, until Ctrl-C; otherwise
     once.
 
     Args:
-        options: Which hub to ask, and as whom: a reader, or any other role with keys.
+        options: Which hub to ask, and in which role: a reader, or any other role with keys.
         json: Print JSON once, instead of a table.
 
     Examples:
@@ -45,7 +45,7 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: Status) -> Group:
-    """Shows the run in two tables, or the sites still missing if it is not founded."""
+    """Shows the run in two tables, or the sites still missing if it has not been founded yet."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -111,7 +111,7 @@ def _table_of_fragments(fragments: list[Status]) -> Table:
 
 
 def printed(status: Status) -> str:
-    """Renders the tables as text, for output that is no terminal."""
+    """Renders the tables as text, for output that is not a terminal."""
     text = io.StringIO()
     Console(file=text, width=140, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")

@@ -621,7 +621,7 @@ def assert_reported(expected: Restart, ranks: list[tuple[Trained, str]]) -> None
         assert unlike(fitted["outer"], outer) == []
         assert fitted["report"]["flights_dropped"] == expected.lost_flights
         assert fitted["report"]["inner_steps"] == END
-    counts = [warnings.count("not resumed exactly") for _, warnings in ranks]
+    counts = [warnings.count("cannot be resumed exactly") for _, warnings in ranks]
     assert counts == [1, *[0] * (expected.ranks - 1)], "said once"
     warning = ranks[0][1]
     assert f"Flights lost so far: {expected.lost_flights}" in warning

@@ -116,7 +116,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
 ) -> None:
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
     hub = HubProcess(world, "--sites", "2", *metrics)
-    assert "it waits for 2 sites that found the run" in hub.greeting
+    assert "it is waiting for 2 sites to found the run" in hub.greeting
     if metrics:
         port = int(hub.read_line().split("port ")[1].split(",")[0])
         missing_sites = f'sdiloco_missing_sites{{run="{RUN}"}} 2.0'
@@ -161,7 +161,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
     world.require_agreement()
     for site in world.sites.values():
         site.connection.leave()
-    assert "start it again with the same command" in hub.end(signal.SIGTERM)
+    assert "rerun the same command" in hub.end(signal.SIGTERM)
 
 
 def test_missing_options_files_and_packages_are_named(
@@ -174,7 +174,7 @@ def test_missing_options_files_and_packages_are_named(
         (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
         ([*new, "--ledger", "etcd://a:2379/r"], "but a run has one hub"),
-        (["status"], "Say where the hub is"),
+        (["status"], "Give the hub's address"),
         (
             ["status", "--hub", "/mnt/run", "--run", "r", "--insecure"],
             "hub='/mnt/run' is a folder or bucket",
@@ -184,7 +184,7 @@ def test_missing_options_files_and_packages_are_named(
             "hub='s3://bucket/run' is a folder or bucket",
         ),
         (["doctor", "--hub", "127.0.0.1:1"], "Give the keys"),
-        (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
+        (["hub", "end", "--hub", "127.0.0.1:1"], "Give the run's name"),
     ):
         assert message in refused(*command)
         assert not os.listdir(tmp_path)
@@ -351,7 +351,7 @@ def test_the_doctor_reports_identity_run_distance_of_the_hub_and_obstacles(
     foreign = init_keys(world.folder / "others", RUN)
     report = examined(*at_hub, "--keys", str(foreign), code=1)
     assert "handshake" in report["hub"]["found"].lower()
-    assert "another authority" in report["hub"]["fix"]
+    assert "a different authority" in report["hub"]["fix"]
     report = examined(*options, "--run", "run-2", code=1)
     assert "These keys are for run 'run-1', not for run='run-2'" in report["findings"][-1]["found"]
     report = examined(*at_hub, "--insecure", "--run", RUN, code=1)

@@ -263,11 +263,16 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
     of_one = {**IN_SLURM, **OF_ONE_NODE, "SLURM_JOB_NODELIST": "gpu10", "SLURM_NODEID": "0"}
     for variables, hub, sites, message in (
         ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "2"}, None, None, r"One torchrun per host|--nnodes=1"),
-        (BY_TORCHRUN, "node0:29400", None, "torchrun does not tell that there are several hosts"),
-        (of_one, None, None, "SLURM does not tell that there are several hosts"),
-        (BY_HAND, None, None, r"script does not tell .* Federation\(sites=2\)"),
-        (BY_TORCHRUN, None, 2, "torchrun does not tell where.* under torchrun give Federation"),
-        ({}, None, 2, "script does not tell where. Set MASTER_ADDR and MASTER_PORT"),
+        (BY_TORCHRUN, "node0:29400", None, "torchrun does not report several hosts"),
+        (of_one, None, None, "SLURM does not report several hosts"),
+        (BY_HAND, None, None, r"script does not report .* Federation\(sites=2\)"),
+        (
+            BY_TORCHRUN,
+            None,
+            2,
+            "torchrun does not report an address.* under torchrun give Federation",
+        ),
+        ({}, None, 2, "script does not report an address. Set MASTER_ADDR and MASTER_PORT"),
     ):
         launched(variables)
         with pytest.raises(ValueError, match=message):
@@ -343,7 +348,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     later = world.start(ledger=copy / "hub.sqlite")
     with pytest.raises(ValueError, match="This hub ends: another hub has started"):
         earlier.require_latest()
-    with pytest.raises(HubUnreachable, match="this one writes no more"):
+    with pytest.raises(HubUnreachable, match="this one no longer writes to it"):
         earlier.ledger.note({"ending": b"1"})
     later.require_latest()
     later.ledger.note({"ending": None})

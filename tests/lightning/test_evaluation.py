@@ -586,7 +586,9 @@ def test_callbacks_that_cannot_work_are_refused(rank: int) -> None:
         "Several callbacks average weights": [averaging(), callbacks.WeightAveraging()],
         "StochasticWeightAveraging, EMAWeightAveraging": [stochastic(), averaging()],
         "StochasticWeightAveraging does not work with a model that has BatchNorm": [stochastic()],
-        "ModelPruning prunes by the local": [callbacks.ModelPruning("l1_unstructured")],
+        "ModelPruning prunes by each worker group's local weights": [
+            callbacks.ModelPruning("l1_unstructured")
+        ],
         "SpikeDetection asks all ranks after every batch": [spikes()],
     }
 

@@ -617,7 +617,7 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(
 
 THREE_PROCESSES = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
 TORCHRUN = {**THREE_PROCESSES, "TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4"}
-NODES = "Knows says that there are 3 processes, which do not fill num_nodes=2 nodes equally"
+NODES = "Knows reports 3 processes, which cannot be divided equally among num_nodes=2 nodes"
 
 
 def test_numbers_that_an_environment_refuses_are_refused() -> None:
@@ -645,7 +645,7 @@ def test_numbers_that_an_environment_refuses_are_refused() -> None:
         return refusal(trainer.fit, fits.module(), loader)
 
     for message in run_ranks(fit_alone, 2):
-        words = "2 processes are connected .* but the worker groups are made for 1"
+        words = "2 processes are connected .* but the worker groups expect 1"
         assert re.search(words, message)
 
 

@@ -554,7 +554,7 @@ def test_loops_that_cannot_train_end_all_groups_with_an_error_that_says_why(rank
 
     refusals = {
         "'net.0.weight' has no shape yet.*before trainer.fit": module_with(lazy),
-        "ZeroRedundancyOptimizer divides its state over all processes": module_with(
+        "ZeroRedundancyOptimizer divides its state among all processes": module_with(
             optimize=zero_redundancy
         ),
         "Skipping the `training_step` by returning None in distributed": module_with(

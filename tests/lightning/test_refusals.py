@@ -146,7 +146,7 @@ OF_ANOTHER_TYPE: Table = [
     ),
     (
         {"timeout": 30},
-        "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds.",
+        "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
     ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
     (
@@ -204,7 +204,7 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it out"
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove it"
         " ... worker_groups",
     ),
     *(
@@ -230,7 +230,7 @@ OF_A_TRAINER: Table = [
     ),
     (
         {"sync_every": "auto", "overlap_steps": 500},
-        "overlap_steps=500 leaves nothing for sync_every='auto'",
+        "overlap_steps=500 leaves no choice for sync_every='auto'",
     ),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
@@ -243,7 +243,10 @@ OF_FABRIC: Table = [
     ({"worker_groups": 3}, "worker_groups=3 cannot split 4 processes"),
 ]
 OF_THE_OUTER_OPTIMIZER: Table = [
-    ({"clip_norm": 0}, f"^clip_norm=0 is out of range: {NORM} ... . Choose another clip_norm; "),
+    (
+        {"clip_norm": 0},
+        f"^clip_norm=0 is out of range: {NORM} ... . Choose a different clip_norm; ",
+    ),
     ({"clip_norm": NAN}, f"^clip_norm=nan is not finite: {NORM}"),
     ({"clip_norm": "0.7"}, f"^clip_norm='0.7' is of type str, not a number: {NORM}"),
     ({"outlier_guard": 1}, f"^outlier_guard=1 is out of range: {GUARD}"),

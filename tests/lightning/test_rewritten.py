@@ -122,7 +122,7 @@ def test_weights_that_hooks_of_epochs_fill_on_all_ranks_are_the_outer_model() ->
     for rank in ranks:
         assert float((rank.weights["0.weight"] - 0.5).abs().max()) < 0.4
         assert float(rank.weights["2.weight"].abs().max()) > 0.1
-    words = "Own.on_train_epoch_start overwrote 'net.0.weight' alike on all ranks"
+    words = "Own.on_train_epoch_start overwrote 'net.0.weight' with the same values on all ranks"
     assert words in ranks[0].warnings[0]
 
 
@@ -133,7 +133,7 @@ def test_weights_that_hooks_overwrite_unequally_are_reported_once_with_a_remedy(
 
     first, second = fit_ranks(on_train_epoch_end=clamp)
     assert len(first.warnings) == len(second.warnings) == 1
-    words = "Own.on_train_epoch_end overwrote 'net.0.weight', but not alike on all ranks"
+    words = "Own.on_train_epoch_end overwrote 'net.0.weight', but with different values"
     assert words in first.warnings[0]
     assert "strategy.set_outer()" in first.warnings[0]
 
@@ -148,7 +148,7 @@ def test_set_outer_takes_the_model_of_the_first_group_and_drops_flights() -> Non
         groups.step()
     engine = groups.engines[0]
     assert engine.rounds.in_flight == (0,)
-    with pytest.raises(ValueError, match="'head', which is no trainable parameter"):
+    with pytest.raises(ValueError, match="'head', which is not a trainable parameter"):
         engine.set_outer(["head"])
     with torch.no_grad():
         models[0].weight.fill_(4.0)

@@ -572,7 +572,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     assert "tensor_parallel_size=0 is out of range" in refusal(shape, 8, 1, tensor_parallel_size=0)
     strategy = fits.strategy(worker_groups=2, data_parallel_size=3)
     message = refusal(fits.trainer, strategy=strategy, devices=8)
-    assert "do not fill a worker group of 4 ranks" in message
+    assert "do not match a worker group of 4 ranks" in message
 
 
 @in_ranks(2)

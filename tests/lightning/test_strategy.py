@@ -243,8 +243,8 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(
         if warnings and "max_steps" in choices:
             assert warnings == [
                 "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the"
-                " worker groups learn little from each other, and the loss ends some percent above"
-                " DDP's. Choose sync_every=1 and overlap_steps=0 for 10 rounds."
+                " worker groups learn little from each other, and the final loss is a few percent"
+                " above DDP's. Choose sync_every=1 and overlap_steps=0 for 10 rounds."
             ]
 
 

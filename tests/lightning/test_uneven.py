@@ -315,7 +315,7 @@ def assert_goes_on(resumed: dict[str, Any], plain: dict[str, Any], after_step: f
 
 
 def after(batches: int) -> str:
-    return f"has no more batches in epoch 0 after {batches}, but others have."
+    return f"has no more batches in epoch 0 after {batches}, but other groups have."
 
 
 def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:

@@ -117,7 +117,7 @@ UNSUITABLE = {
     "plan --hub_bandwidth=1": f"--hub-bandwidth 1 has no unit. {RATES}, as in 1Mbit.",
     "plan --params 1b": "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
     "plan --params many": (
-        "--params many: not a number. It takes: Parameters, instead of a model."
+        "--params many: not a number. It takes: Number of parameters, instead of a model."
     ),
     "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
     "plan --groups=two": "--groups two: not a whole number. It takes: Number of worker groups.",
@@ -149,7 +149,7 @@ def test_an_unsuitable_value_is_refused_in_one_line_with_the_accepted_ones() -> 
         printed = ran(*words_of_line)
         error, hint = printed.err.splitlines()
         assert error.startswith(f"error: {words}"), (error, words)
-        assert hint == f"sdiloco {words_of_line[0]} --help lists what there is."
+        assert hint == f"sdiloco {words_of_line[0]} --help lists them all."
         assert printed.code == 2
 
 
@@ -405,8 +405,8 @@ REFUSED_OPTIONS = {
     "--picture=plan.pdf": "does not end with .svg or .png",
     "--picture=/missing/plan.svg": "cannot be written",
     LINEAR: "given together with",
-    "--quorum=3": "--quorum 3 is about the sites of a federation",
-    "--grace=3": "--grace needs a quorum by which rounds close",
+    "--quorum=3": "--quorum 3 only applies to the sites of a federation",
+    "--grace=3": "--grace needs a quorum to close rounds",
     "--hub-bandwidth=0Gbit": "hub_bandwidth=0.0 is out of range",
     "--hub-bandwidth=1Gbit --quorum=9": "there are 2: no round would ever close",
     "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must be 2 numbers of seconds",

@@ -389,7 +389,7 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
         "a starts after inner step 20",
         "a counts",
         "b counts",
-        "b counts no longer",
+        "b no longer counts",
     ]
     instants = {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"}
     assert instants == set(events)

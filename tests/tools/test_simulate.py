@@ -239,7 +239,7 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 
 def test_groups_that_wait_in_vain_get_an_error() -> None:
     turns: Turns[Any] = Turns(2)
-    words = "wait for groups that wait for something else or have ended: 0"
+    words = "wait for groups that are waiting for something else or have ended: 0"
     with pytest.raises(RuntimeError, match=words):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
 
@@ -278,7 +278,7 @@ def test_one_run_reports_losses_bytes_and_time(tmp_path: Path) -> None:
         "val_loss",
         "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:",
         "DDP over all groups",
-        "longer than timeout: a real run would end with an ExchangeError",
+        "longer than the timeout: a real run would end with an ExchangeError",
     ):
         assert words in text
     assert max(map(len, text.splitlines()[:-1])) <= 120
@@ -397,7 +397,7 @@ REFUSED = {
     "FILE --sweep=compression=fp4,fp5": "compression='fp5'",
     "FILE --sweep=overlap_steps=2,auto": "overlap_steps='auto' cannot be simulated",
     "FILE --round-trip=0.1": (
-        "--round-trip is for predicting the time of a run on a link. Also give its --bandwidth"
+        "--round-trip is for predicting the time of a run on a link. Also give the link's --bandwidth"
     ),
     "FILE --bandwidth=1Gbit --speeds=1,x": "speeds has 'x' where a number should be",
     "FILE --bandwidth=1Gbit --speeds=1": "1 speeds for 2 worker groups",
@@ -408,7 +408,7 @@ REFUSED = {
         "2 worker groups for 4 processes"
     ),
     "FILE --seeds=1 --sweep=sync_every=2,3": "a comparison takes 2 to 10",
-    "FILE --seeds=1,2": "Say with --sweep or --methods what varies",
+    "FILE --seeds=1,2": "Use --sweep or --methods to say what varies",
     "FILE --seeds=1,2 --sites=2 --step-time=1": "do not work with --sites",
     "FILE --sites=2": "--sites needs --step-time",
     "FILE --sites=1 --step-time=1 --absence=0:0-5": "no site founds the run",

@@ -1,8 +1,8 @@
-"""Runs ``sdiloco simulate``: turns options into simulated runs, and these into text, JSON and a
+"""Runs ``sdiloco simulate``: turns options into simulated runs, and runs into text, JSON and a
 picture.
 
-Runs of a sweep, or of a file of methods, are made one after the other; with several seeds each is
-compared with the first. On a link, how long each would take is predicted.
+The runs of a sweep, or of a methods file, take place one after the other; with several seeds, each
+is compared with the first. If a link is given, each run's duration is predicted.
 """
 
 import inspect
@@ -78,24 +78,26 @@ def simulate(
     time on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Repeat for several; later ones override.
-        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Repeat for more.
+        config: Configuration file of a LightningCLI. Repeat for several; later files override
+            earlier ones.
+        set: An additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat for
+            more.
         cli: Class path of the LightningCLI, if the training script has its own.
         model: Class path of the model, if the script gives it to its LightningCLI.
         data: Class path of the data module, if the script gives it to its LightningCLI.
-        groups: Number of worker groups, of one rank each.
-        sites: Number of sites of a federation, of one rank each, instead of groups.
+        groups: Number of worker groups, with one rank each.
+        sites: Number of sites of a federation, with one rank each, instead of groups.
         sweep: What to vary: an argument of the strategy, or groups, such as sync_every=10,20.
             Repeat for more.
         methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the
             strategy.
         seeds: Run each combination of the sweep or methods with each of these seeds, such as 0,1,2,
             and compare it with the first.
-        bandwidth: Bandwidth between a group and all others, or a site and its hub, to predict the
-            time.
-        round_trip: Time to another group and back.
+        bandwidth: Bandwidth between a group and all others, or between a site and its hub, to
+            predict times.
+        round_trip: Round-trip time to another group.
         loss: Share of packets lost: 0.1 % is 0.001.
-        step_time: Time of an inner step on the simulated machines; by default as measured here.
+        step_time: Duration of an inner step on the simulated machines; by default as measured here.
             Required with --sites.
         speeds: Relative speed of each group, such as 1,1,0.5; 1 is the step time.
         delays: Seconds by which each site's contributions are late, such as 0,0,12; with --sites.
@@ -134,7 +136,7 @@ def simulate(
             )
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
-        raise ValueError("--delays is about the sites of a federation. Also give --sites.")
+        raise ValueError("--delays only applies to the sites of a federation. Also give --sites.")
     if bandwidth is None:
         _refuse_without_link(round_trip, loss, step_time, speeds, absence)
     if methods is None:
@@ -170,7 +172,8 @@ def _refuse_without_link(
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} is for predicting the time of a run on a link. Also give its --bandwidth."
+                f"{name} is for predicting the time of a run on a link. Also give the link's"
+                " --bandwidth."
             )
 
 
@@ -182,7 +185,7 @@ _METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run, by what varies: values by the names of arguments, or the name of a method."""
+    """A run, identified by what varies: argument values by name, or a method's name."""
 
     varied: Numbers
     groups: int
@@ -240,7 +243,7 @@ def _planned(varied: Numbers, arguments: Numbers, groups: int) -> Planned:
 
 
 def _methods_of(file: str, groups: int) -> list[Planned]:
-    """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or
+    """Reads runs to compare from a YAML file that maps names to arguments of the strategy, or
     groups.
     """
     methods = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
@@ -271,13 +274,13 @@ def _arguments() -> list[str]:
 
 
 def _seeds(seeds: str | None, runs: int) -> list[int]:
-    """Reads the seeds, and refuses those that cannot be compared."""
+    """Reads the seeds, and refuses seeds that cannot be compared."""
     if seeds is None:
         return []
     texts = seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
         raise ValueError(
-            f"seeds={seeds!r} are not different whole numbers of at least 0. Give them as 0,1,2."
+            f"seeds={seeds!r} are not distinct whole numbers of at least 0. Give them as 0,1,2."
         )
     if not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
@@ -286,7 +289,7 @@ def _seeds(seeds: str | None, runs: int) -> list[int]:
         )
     if runs < 2:
         raise ValueError(
-            "--seeds compares runs, but there is only one. Say with --sweep or --methods what"
+            "--seeds compares runs, but there is only one. Use --sweep or --methods to say what"
             " varies."
         )
     return list(map(int, texts))
@@ -330,7 +333,7 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Run, places: Places) -> Prediction | None:
-    """Predicts how long a run would take; None without a link, if nothing travels, or no step was
+    """Predicts how long a run would take; None without a link, or if nothing is sent or no step was
     made.
     """
     step_time = places.step_time or run.step_seconds
@@ -356,7 +359,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
 
 
 def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
-    """Predicts DDP's time: each step takes as long as in the slowest group, and all are away
+    """Predicts DDP's time: each step takes as long as in the slowest group, and all groups are away
     whenever one is.
     """
     slowest = replace(groups, step_time=groups.step_time / min(places.speeds or (1.0,)))
@@ -376,9 +379,7 @@ class Outcome(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """The loss of the outer model: that which the last validation logged, else that on the
-        last batches.
-        """
+        """The outer model's loss: as logged by the last validation, or else on the last batches."""
         losses = [v.loss for v in self.run.validations if v.loss is not None]
         if losses:
             return losses[-1]
@@ -390,8 +391,9 @@ class Outcome(NamedTuple):
 
 
 Begin = Callable[[int, Numbers], Callable[[], None]]
-"""Called with the groups and choices of a run that begins; returns a function to call after every
-inner step."""
+"""Called with the groups and choices when a run begins; returns a function to call after every
+inner step.
+"""
 
 
 def _worker_groups(
@@ -459,8 +461,8 @@ def _federation(
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Begin]:
-    """Shows bars on stderr, so that what is printed can be piped: for the runs, and for the inner
-    steps of this one.
+    """Shows bars on stderr, so that the output can be piped: for the runs, and for the current
+    run's inner steps.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -492,7 +494,7 @@ def _write(path: str, numbers: Numbers) -> None:
 
 
 def _as_json(outcome: Outcome) -> Numbers:
-    """Returns the numbers of a run, as the JSON file names them."""
+    """Returns a run's numbers, by their names in the JSON file."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -522,7 +524,7 @@ def _as_json(outcome: Outcome) -> Numbers:
 
 
 def _site_as_json(site: Site) -> Numbers:
-    """Returns the numbers of a site, as the JSON file names them."""
+    """Returns a site's numbers, by their names in the JSON file."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -565,7 +567,7 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
 
 
 def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Places) -> str:
-    """Formats the predicted time, and warns of flights longer than the timeout."""
+    """Formats the predicted time, and warns about flights longer than the timeout."""
     assert places.link is not None
     measured = "" if places.step_time else ", as measured here"
     text = (
@@ -577,7 +579,7 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
     if prediction.longest_flight > timeout.total_seconds():
         text += (
             f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)}, longer"
-            " than timeout: a real run would end with an ExchangeError. Raise timeout."
+            " than the timeout: a real run would end with an ExchangeError. Raise timeout."
         )
     return text
 
@@ -646,8 +648,8 @@ def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
-    """Formats runs with several seeds each: means over these, and how far each run is from the
-    first, seed by seed.
+    """Formats runs with several seeds each: means over the seeds, and each run's difference from
+    the first, seed by seed.
     """
     losses = []
     sent = []
@@ -670,7 +672,7 @@ def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
 
 
 def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
-    """Formats by how many percent losses are higher than the first run's, with their interval."""
+    """Formats how many percent higher losses are than the first run's, with their interval."""
     percents = []
     for outcome, first in zip(row, first_row, strict=True):
         if outcome.loss is not None and first.loss:
@@ -713,7 +715,7 @@ def _validations(run: Run) -> list[str]:
     """Formats the validations as a table of at most ten rows, or returns nothing."""
     if not run.validations:
         return []
-    # The last is shown in any case.
+    # The last one is always shown.
     interval = -(-len(run.validations) // _MOST_VALIDATIONS)
     shown = run.validations[::-interval][::-1]
     columns: dict[str, list[object]] = {"after inner step": [v.step for v in shown]}

@@ -1,5 +1,5 @@
-"""Runs a LightningCLI configuration as several worker groups: strategy, callback and Trainer of
-each.
+"""Runs a LightningCLI configuration as several worker groups, each with its strategy, callback and
+Trainer.
 """
 
 import inspect
@@ -54,7 +54,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class SimulatedFederation(Federation):
-    """The federation of a simulated site, which has its connection already."""
+    """The federation of a simulated site, which is already connected."""
 
     connection: HubConnection | None = field(default=None, repr=False, compare=False)
 
@@ -74,7 +74,7 @@ else:
 
 
 class SimulatedRank(NamedTuple):
-    """The rank that a thread plays. It is its own worker group."""
+    """The rank that a thread simulates. It is its own worker group."""
 
     topology: Topology
     clock: Callable[[], float]  # stands still while other groups run
@@ -87,7 +87,7 @@ class SimulatedRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Its number among all ranks that train, each on its part of the data."""
+        """Its number among all training ranks, each of which trains on its part of the data."""
         return self.topology.group_index if self.site is None else self.site
 
     @property
@@ -110,7 +110,7 @@ class SimulatedProcessesMixin(_Base):
         self.simulated_rank = rank
         federation = self._options.federation
         if federation is not None:
-            # Only now: jsonargparse makes no subclass of a dataclass.
+            # This happens only now, because jsonargparse makes no subclass of a dataclass.
             simulated = SimulatedFederation(**vars(federation), connection=rank.connection)
             self._options = replace(self._options, federation=simulated)
 
@@ -206,8 +206,7 @@ else:
     _Callback = object
 
 LAST = 10
-"""How many batches at the end a mean loss is taken over; on the same batches the outer model is
-evaluated."""
+"""The number of final batches for a mean loss; the outer model is evaluated on the same batches."""
 
 
 class Validation(NamedTuple):
@@ -255,7 +254,7 @@ class RecorderMixin(_Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the group as fast as it is where the run would take place."""
+        """Gives the group the speed it would have on the real machines."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
@@ -290,9 +289,7 @@ class RecorderMixin(_Callback):
             self._stepped()
 
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
-        """Notes what is launched after the next inner step, which a pace decides as the run goes
-        on.
-        """
+        """Records what is launched after the next inner step, which a pace decides during the run."""
         next_step = engine.inner_steps + 1
         due = engine.rounds.due(next_step)
         if due:
@@ -305,9 +302,7 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluates the outer model, which the module holds by now, on the last batches of the
-        group.
-        """
+        """Evaluates the outer model, which the module now holds, on the group's last batches."""
         parameters = inspect.signature(pl_module.training_step).parameters
         can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
         if can_repeat and self._batches:
@@ -476,7 +471,7 @@ _ONE_DEVICE = {
 
 
 def _without_bars(callbacks: Internal) -> list[Internal]:
-    """Returns all callbacks but progress bars, of which every group would show one."""
+    """Returns all callbacks except progress bars, because every group would show one."""
     if not isinstance(callbacks, list):
         callbacks = [callbacks]
     return [callback for callback in callbacks if not _is_bar(callback)]
@@ -662,7 +657,9 @@ def live(
     choices: Mapping[str, object],
     stepped: Callable[[], None],
 ) -> tuple[Group, Run | None]:
-    """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
+    """Runs one group to its end, in its thread. Only the first returns results that all groups
+    share.
+    """
     recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy

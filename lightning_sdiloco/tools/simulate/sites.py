@@ -1,5 +1,5 @@
-"""Plays a configuration as the sites of a federation, in virtual time: the real rules, engine, hub
-and Trainer.
+"""Simulates a configuration as the sites of a federation, in virtual time, with the real rules,
+engine, hub and Trainer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """The conditions of worker groups or sites: links, speeds, and when each is away; each in
-    their order.
+    """The conditions of worker groups or sites: links, speeds, and absences, each in the groups'
+    order.
     """
 
     link: Link | None = None

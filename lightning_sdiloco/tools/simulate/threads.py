@@ -1,5 +1,5 @@
-"""Runs worker groups as threads that take turns, and lets them reach each other; see [Note: one
-thread at a time].
+"""Runs worker groups as threads that take turns, and connects them; see [Note: one thread at a
+time].
 """
 
 import pickle
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Stopped(BaseException):
-    """Ends a thread because another one has failed, or Ctrl-C was pressed."""
+    """Ends a thread because another thread failed, or Ctrl-C was pressed."""
 
 
 _State = tuple[State, int]
-"""Random numbers and the rank, of which a process has only one."""
+"""The random state and the rank, of which a process has only one."""
 
 
 def _restore(state: _State) -> None:
@@ -92,7 +92,7 @@ class Turns(Generic[Result]):
         self._away[seat] += time.perf_counter() - left
 
     def seconds(self) -> float:
-        """Reads a clock of this thread that stands still while others have their turns."""
+        """Reads this thread's clock, which is stopped while other threads have their turns."""
         return time.perf_counter() - self._away[self._local.seat]
 
     def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
@@ -116,16 +116,18 @@ class Turns(Generic[Result]):
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can go on, and fails if all of them wait."""
+        """Gives the turn to the next thread that can continue, and fails if all of them are
+        waiting.
+        """
         waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
         order = sorted(waiting, key=lambda number: (number <= seat, number))
         chosen = next((number for number in order if waiting[number]()), None)
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
-                    "Worker groups wait for groups that wait for something else or have ended:"
-                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real"
-                    " processes would wait until the timeout."
+                    "Worker groups wait for groups that are waiting for something else or have"
+                    f" ended: {', '.join(map(str, waiting))}. The groups do not take the same"
+                    " steps. Real processes would wait until the timeout."
                 )
             )
         with self._changed:
