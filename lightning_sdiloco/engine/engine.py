@@ -463,7 +463,8 @@ class StreamingDiLoCo:
         return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
+        """Returns the outer parameters by name, in float32 on the host; they are identical on
+        every rank.
 
         After `finish` it reads them from the model; see `OuterView.keep_outer`.
 

@@ -650,7 +650,7 @@ class UntrainedState:
         return bits
 
     def travelling(self, changed: int) -> list[int]:
-        """Returns the indices of the tensors that travel, given the bits of all groups."""
+        """Returns the indices of the tensors to exchange, given the combined bits of all groups."""
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:

@@ -57,7 +57,7 @@ _TOLERANCE_OF_SHORT = 3e-2
 
 
 class WeightCopies:
-    """Finds the copies that inner optimizers keep of parameters; see [Note: copies of the weights].
+    """Finds the copies of parameters that inner optimizers keep; see [Note: copies of the weights].
 
     Raises:
         ValueError: If an optimizer keeps a copy that is not in its state.

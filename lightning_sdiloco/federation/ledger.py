@@ -378,7 +378,7 @@ class Ledger:
     # Contributions
 
     def examine(self, contribution: Contribution, incarnation: str) -> Answer:
-        """Returns the answer to a contribution, and changes nothing."""
+        """Returns the answer to a contribution without changing anything."""
         self._member(contribution.site, incarnation)
         fragment = contribution.fragment
         if not 0 <= fragment < self.terms.fragments:

@@ -98,7 +98,7 @@ class DynamicBackup(Quorum):
     training is carried, and every 8th round waits for all, so it counts there.
 
     Args:
-        least: The least share of the sites with which a round closes; above 0, and at most 1.
+        least: The smallest share of the sites with which a round can close; above 0 and at most 1.
 
     Raises:
         ValueError: If ``least`` is out of range.

@@ -134,7 +134,7 @@ class Outbox:
 
 
 class RecordQueue:
-    """Records on their way to training. Its owner, the connection, holds a lock for every call.
+    """Records waiting to be handed to training. Its owner, the connection, holds a lock for every call.
 
     Attributes:
         applied: The last round of every fragment that has landed; None without a state.

@@ -365,7 +365,9 @@ def reason(error: OSError) -> str:
 
 
 def warn_of_shared_store(rank: int) -> None:
-    """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store."""
+    """Warns on rank 0 if torchrun is configured to restart processes but shares its store with
+    them.
+    """
     if (
         rank == 0
         and os.environ.get(_AGENT_KEEPS_STORE) == "True"

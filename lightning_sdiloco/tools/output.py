@@ -28,7 +28,8 @@ StyleValue = Any
 def table(
     columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0
 ) -> str:
-    """Formats columns, by their headers, as plain text: the same in a terminal, a file and a test.
+    """Formats columns, keyed by header, as plain text that is identical in a terminal, a file
+    and a test.
 
     Args:
         columns: The cells of each column.

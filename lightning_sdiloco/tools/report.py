@@ -617,7 +617,7 @@ def norms_of(run: Run) -> dict[int | None, Curve]:
 
 
 def averaged(points: list[tuple[float, float]], count: int) -> Curve:
-    """Averages a number of points at a time, and puts each mean at the position of the last one.
+    """Averages a number of points at a time and puts each mean at the position of the last one.
 
     >>> averaged([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]
@@ -828,7 +828,7 @@ def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_
 
 
 def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws how far the outer gradients of the groups agree in direction and in length."""
+    """Draws how closely the groups' outer gradients agree in direction and length."""
     cosines = cosines_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
     if cosines:

@@ -386,7 +386,7 @@ def check_report_of_a_running_hub(world: World, options: list[str]) -> None:
     payloads = sum(52 - fragment["round"] for fragment in report["status"]["fragments"])
     needs = report["status"]["disk"]["still_needs"]
     assert needs == 16 * payloads + state
-    missing = f"the hub has 99 bytes free, but the run will need {readable(needs)} more"
+    missing = f"the hub has 99 bytes free, but the run will need another {readable(needs)}"
     assert missing in report["disk"]["found"]
 
 

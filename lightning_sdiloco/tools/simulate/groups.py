@@ -96,8 +96,8 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces, below a strategy, the processes of DDPStrategy. Call `play` before the Trainer is
-    made.
+    """Replaces DDPStrategy's process handling with simulated ranks; comes after the strategy in the
+    bases. Call `play` before you make the Trainer.
     """
 
     simulated_rank: SimulatedRank
