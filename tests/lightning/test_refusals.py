@@ -216,7 +216,7 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"start_method": "Fork"},
-        "='Fork' is unknown ... 'popen' ... 'spawn', 'fork' or 'forkserver' ... Choose one",
+        "='Fork' is unknown ... 'popen' ... 'spawn', 'fork', or 'forkserver' ... Choose one",
     ),
 ]
 OF_A_TRAINER: Table = [

@@ -231,8 +231,8 @@ FAST = Link(gbit_s=1.0, round_trip=0.001)
 SLOW = Link(gbit_s=4.5e-5, round_trip=0.001)
 SLOWEST = Link(gbit_s=1e-7, round_trip=0.001)
 LONGER = (
-    "Chosen: sync_every={}, although 10 suits the {} inner steps of this fit better: {} as the"
-    " measured inner step takes 1 s and the link carries {} with a round trip of 1 ms. Give"
+    "Chosen: sync_every={}, although 10 suits the {} inner steps of this fit better: {} because"
+    " the measured inner step takes 1 s and the link carries {} with a round trip of 1 ms. Set"
     " sync_every=10 if you prefer to wait."
 )
 
