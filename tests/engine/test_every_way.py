@@ -406,7 +406,7 @@ def test_files_and_states_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     without_optimizer = StreamingDiLoCo(mlp(), **LAYERED)
     words = "holds the state of 1 inner optimizers, but there are 0"
     assert_refused(words, without_optimizer.load, path)
-    words = "other settings: sync_every was 4, now it is 5"
+    words = "different settings: sync_every was 4, now it is 5"
     assert_refused(words, trained(0, sync_every=5).load, path)
     words = "schedule was None, now it is Selective"
     assert_refused(words, trained(0, schedule=Selective()).load, path)

@@ -275,7 +275,7 @@ def assert_only_the_model_is_read_with_other_settings(path: Path, outer: dict[st
     assert fabric.load(path, {"model": model}).keys() == {"optimizer", "step"}
     optimizer = fabric.setup_optimizers(inner_optimizer("adamw", model))
     message = refusal(fabric.load, path, {"model": model, "optimizer": optimizer})
-    assert "other settings: sync_every was 4, now it is 5" in message
+    assert "different settings: sync_every was 4, now it is 5" in message
     assert same(outer, dict(model.state_dict()))
 
 
