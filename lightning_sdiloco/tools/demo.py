@@ -259,10 +259,10 @@ def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
     perplexity = 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")
     return [
-        f"Loss: after the same tokens, that of {OURS} is {abs(nats):.3f} nats per byte"
+        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte"
         f" {above} that of DDP: {loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one"
         " seed each.",
-        f"Time: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
+        f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
         f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
         " that a step took here, not measured on a link.",
     ]

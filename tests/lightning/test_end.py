@@ -112,7 +112,7 @@ def test_unequal_writes_in_on_train_end_become_rank_0s_with_a_warning(
     warnings = [text for text in messages if "differ between ranks" in text]
     assert len(warnings) == (rank == 0)
     for text in warnings:
-        assert "After training 3 tensors of the model" in text
+        assert "After training, 3 tensors of the model" in text
         assert "'net.student.0.weight', 'net.teacher.0.bias', 'net.threshold'." in text
         assert "strategy.outer_state_dict()" in text
 
@@ -171,7 +171,7 @@ def test_sharded_parameters_that_groups_write_differently_are_those_of_group_0(r
     assert agreed(trained["model"])
     assert same(trained["model"], trained["outer"]), "group 0 added nothing"
     if rank == 0:
-        words = "After training 1 tensors of the model differ between ranks: 'net.0.weight'."
+        words = "After training, 1 tensors of the model differ between ranks: 'net.0.weight'."
         assert words in messages[-1]
 
 

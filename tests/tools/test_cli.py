@@ -123,13 +123,13 @@ UNSUITABLE = {
     "plan --groups=two": "--groups two: not a whole number. It takes: Number of worker groups.",
     "plan --format=xml": "--format xml: not one of 'text', 'json'. It takes: Output format.",
     "plan --model=no_such.Net": (
-        "--model no_such.Net: No module named 'no_such'. It takes: LightningModule"
+        "--model no_such.Net: No module named 'no_such'. It takes: Class path"
     ),
     "plan --model=torch.nn.Lin": (
         "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: "
     ),
     "plan --model=torch.nn": (
-        "--model torch.nn: neither a class nor a function. It takes: LightningModule"
+        "--model torch.nn: neither a class nor a function. It takes: Class path"
     ),
     "plan --model=Nowhere --step-time=1s --bandwidth=1Gbit": (
         "--model Nowhere: not the path of a class"

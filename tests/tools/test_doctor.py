@@ -128,7 +128,7 @@ UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     (
         {"tcp": SMALL_BUFFER},
         "slow: buffers 0 -> 1",
-        "below 80 Mbit/s at 50 ms",
+        "to 80 Mbit/s at 50 ms",
         "net.ipv4.tcp_rmem=",
     ),
     (
