@@ -149,6 +149,27 @@ def of_bare_name() -> Iterator[Claim]:
     yield Sentence(README, "1/# in the # steps of these fits", numbers)
 
 
+def of_wrong_lengths() -> Iterator[Claim]:
+    """What a wrong H costs four groups: quality.json."""
+    settings = in_stage("bands")
+    wrong = means(*(settings[f"M=4, H={sync_every}"] for sync_every in quality.OTHER_LENGTHS))
+    right = bare(4).percent[0]
+    lengths = [10, *quality.OTHER_LENGTHS]
+    pattern = "with H = #, #, #, # and #, four groups were at #, #, #, # and # % relative to DDP"
+    yield Sentence(CHOOSING, pattern, [*lengths, right, *wrong])
+
+
+def of_half_a_million() -> Iterator[Claim]:
+    """The bare name with 0.5 million parameters: quality.json."""
+    settings = in_stage("alone", "0.5M")
+    four, eight = (settings[f"M={groups}, bare name, other seeds"] for groups in (4, 8))
+    size = parameters(quality.MODELS["0.5M"].size)
+    ahead, half = gap(eight)
+    pattern = "Half a million parameters (#), bare name: four groups were # % behind DDP"
+    yield Sentence(CHOOSING, pattern, [size, *gap(four)])
+    yield Sentence(CHOOSING, "and eight were # ± # % ahead", [-ahead, half])
+
+
 def lengths_of_bare_names() -> list[float]:
     """Returns H as the strategy chose it, by groups."""
     return [bare(groups).ours[0]["choices"]["sync_every"] for groups in GROUPS]
