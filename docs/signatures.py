@@ -1,5 +1,5 @@
-"""Shows the strategies on the API page with the docstring and the arguments that they get when
-they are imported.
+"""Shows the strategies on their API pages with the docstring and the arguments that they get when
+they are imported, and the verbs of the engine with what they return.
 """
 
 import inspect
@@ -8,10 +8,25 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from griffe import Class, Docstring, Extension, Function, Parameter, ParameterKind, Parameters
+from griffe import (
+    Class,
+    Docstring,
+    ExprSubscript,
+    Extension,
+    Function,
+    Parameter,
+    ParameterKind,
+    Parameters,
+)
 
 
 class Signatures(Extension):
+    def on_function_instance(self, *, func: Function, **_: Any) -> None:
+        # The decorator hands the result on without the generator that it is written as.
+        takes_turns = any(str(decorator.value) == "takes_turns" for decorator in func.decorators)
+        if takes_turns and isinstance(func.returns, ExprSubscript):
+            func.returns = func.returns.slice
+
     def on_class_members(self, *, cls: Class, **_: Any) -> None:
         if cls.module.path != "lightning_sdiloco.lightning_pytorch" or not cls.name.endswith(
             "Strategy"
