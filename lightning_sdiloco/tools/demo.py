@@ -302,7 +302,10 @@ def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
     if strategy == "ddp":
         step_seconds = groups.step_time / DataParallel(model, groups).utilisation(LINK)
         return {step: int(step) * step_seconds for step in run["val_losses"]}
-    method = Streaming(model, Settings.among(strategy["init_args"]), groups)
+    arguments = dict(strategy["init_args"])
+    # The planner does not time the outer step, and YAML gives the class of its optimizer as text.
+    arguments.pop("outer_optimizer", None)
+    method = Streaming(model, Settings.among(arguments), groups)
     times = play(method, LINK, run["steps"], speeds=[1.0] * run["ranks"])[0]
     # The last validation comes after the final exchange.
     done = [*times.steps[:-1], times.end]
