@@ -49,6 +49,10 @@ class Case:
         """The inner optimizer: a cheap one, since it has no part in what is compared."""
         return torch.optim.SGD(parameters, lr=1e-3)
 
+    def over(self, updates: int) -> "Case":
+        """The same with so many updates in all."""
+        return self
+
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         return random_batches(self.size, self.batch, seed=rank)
 

@@ -9,7 +9,7 @@ times.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +59,10 @@ class LearningCase(Case):
         # With the optimizer itself, because the loops know nothing of schedules.
         optimizer.register_step_post_hook(lambda *_: schedule.step())
         return optimizer
+
+    @override
+    def over(self, updates: int) -> Case:
+        return replace(self, steps=updates)
 
     def lr_factor(self, step: int) -> float:
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))

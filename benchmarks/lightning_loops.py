@@ -31,7 +31,26 @@ def streaming(rank: Rank) -> dict[str, Any]:
 
 def streaming_defaults(rank: Rank) -> dict[str, Any]:
     """Ours with H, and its defaults for the rest; the end is that of the final exchange."""
-    strategy = StreamingDiLoCoStrategy(sync_every=rank.case.sync_every, timeout=TIMEOUT)
+    return _whole_fit(
+        rank, StreamingDiLoCoStrategy(sync_every=rank.case.sync_every, timeout=TIMEOUT)
+    )
+
+
+def bare_name(rank: Rank) -> dict[str, Any]:
+    """Ours with nothing but its name."""
+    return _whole_fit(rank, StreamingDiLoCoStrategy(timeout=TIMEOUT))
+
+
+def one_group(rank: Rank) -> dict[str, Any]:
+    """DDP over all ranks, with the outer step of ours every H steps: one group."""
+    return _whole_fit(
+        rank,
+        StreamingDiLoCoStrategy(worker_groups=1, sync_every=rank.case.sync_every, timeout=TIMEOUT),
+    )
+
+
+def _whole_fit(rank: Rank, strategy: StreamingDiLoCoStrategy) -> dict[str, Any]:
+    """Fits to the end, final exchange included; a validation would look at the outer model."""
 
     def outer_model() -> dict[str, Any]:
         outer = strategy.outer_state_dict()
@@ -41,7 +60,7 @@ def streaming_defaults(rank: Rank) -> dict[str, Any]:
     _fit(rank, rank.steps, strategy)
     rank.stamps.model = rank.net.state_dict
     rank.stamps.begin()
-    return strategy.report()
+    return {**strategy.report(), "sync_every": strategy.schedule.sync_every}
 
 
 def lightning_alone(rank: Rank) -> dict[str, Any]:
@@ -66,6 +85,8 @@ def _fit(rank: Rank, steps: int, strategy: Any) -> None:
 LOOPS: dict[str, Loop] = {
     "streaming": streaming,
     "streaming_defaults": streaming_defaults,
+    "bare_name": bare_name,
+    "one_group": one_group,
     "lightning_alone": lightning_alone,
     "lightning_ddp": lightning_ddp,
 }

@@ -21,12 +21,15 @@ DDP_HALF = "C2"
 POWER_SGD = "C0"
 ACCELERATE = "C4"
 POST_LOCAL_SGD = "C5"
+ACCUMULATED = "C6"
+HIERARCHICAL = "C7"
+ONE_GROUP = "C8"
 NO_EXCHANGE = LIGHT.ink
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 SERIES = ("C8", "C6", "C7")
-"""The colors of curves that are not methods."""
+"""The colors of curves that are not methods, in pictures of their own."""
 
 ON_DARK = dict(zip(LIGHT.lines, DARK.lines, strict=True)) | {
     getattr(LIGHT, part): getattr(DARK, part) for part in ("ink", "quiet", "grid", "paper")

@@ -8,7 +8,9 @@ top.
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -63,14 +65,16 @@ def train(
         after()
 
 
-def ddp(hook: str | None = None) -> Loop:
-    """DistributedDataParallel, with a communication hook of torch."""
+def ddp(hook: str | None = None, rank: int = 2) -> Loop:
+    """DistributedDataParallel, with a communication hook of torch; PowerSGD's matrices have this
+    rank.
+    """
 
-    def loop(rank: Rank) -> dict[str, Any]:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    def loop(training: Rank) -> dict[str, Any]:
+        _init_process_group()
         # With several buckets two ranks abort in PowerSGD: "3328 vs 3072 ... collective mismatch".
         bucket = 1000 if hook == "powersgd" else 25
-        model = DistributedDataParallel(rank.net, init_sync=False, bucket_cap_mb=bucket)
+        model = DistributedDataParallel(training.net, init_sync=False, bucket_cap_mb=bucket)
         if hook in ("fp16", "bf16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -82,33 +86,92 @@ def ddp(hook: str | None = None) -> Loop:
 
             # From a tenth of the steps on, as its documentation suggests; two is the least that it
             # takes.
-            begin = max(2, rank.steps // 10)
             state = powerSGD_hook.PowerSGDState(
-                dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=begin
+                dist.group.WORLD,
+                matrix_approximation_rank=rank,
+                start_powerSGD_iter=max(2, beginning(training)),
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        train(rank, model, rank.inner())
+        train(training, model, training.inner())
         return {}
 
     return loop
 
 
+def beginning(rank: Rank) -> int:
+    """The steps with plain DDP with which PowerSGD and post-local SGD begin: a tenth."""
+    return rank.steps // 10
+
+
+def ddp_accumulated(rank: Rank) -> dict[str, Any]:
+    """DDP that exchanges as rarely as groups do: an update for every ``sync_every`` batches."""
+    _init_process_group()
+    model = DistributedDataParallel(rank.net, init_sync=False)
+    batches = rank.case.sync_every
+    # The schedule of the learning rate is one of updates.
+    optimizer = rank.case.over(rank.steps // batches).inner(rank.net.parameters())
+    for step in range(rank.steps + 1):
+        rank.stamps.begin()
+        is_last = step % batches == batches - 1
+        with nullcontext() if is_last else model.no_sync():
+            (next_byte_loss(model, *next(rank.batches)) / batches).backward()
+        if is_last:
+            rank.stamps.pad()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {}
+
+
 def post_local_sgd(rank: Rank) -> dict[str, Any]:
-    """torch's PostLocalSGDOptimizer with its hook: every rank is a node of its own, no warm-up."""
+    """torch's PostLocalSGDOptimizer with its hook: every rank is a node, no warm-up."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    period = rank.case.sync_every
+    _init_process_group()
+    averager = PeriodicModelAverager(period=period, warmup_steps=period)
+    return _post_local(rank, averager, 0)
+
+
+def post_local_sgd_after_ddp(rank: Rank) -> dict[str, Any]:
+    """The same, after a beginning with DDP."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    _init_process_group()
+    begin = beginning(rank)
+    averager = PeriodicModelAverager(period=rank.case.sync_every, warmup_steps=begin)
+    return _post_local(rank, averager, begin)
+
+
+def hierarchical_averager(rank: Rank) -> dict[str, Any]:
+    """The same with torch's HierarchicalModelAverager: pairs of ranks average twice as often."""
+    from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import (
+        HierarchicalModelAverager,
+    )
+
+    _init_process_group()
+    begin = beginning(rank)
+    period = rank.case.sync_every
+    sizes = OrderedDict([(period // 2, 2), (period, dist.get_world_size())])
+    averager = HierarchicalModelAverager(period_group_size_dict=sizes, warmup_steps=begin)
+    return _post_local(rank, averager, begin)
+
+
+def _init_process_group() -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def _post_local(rank: Rank, averager: Any, begin: int) -> dict[str, Any]:
+    """Averages gradients of all ranks for so many steps, and models from then on."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
         post_localSGD_hook,
     )
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    dist.init_process_group("gloo", timeout=TIMEOUT)
     alone_groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
-    state = PostLocalSGDState(None, alone_groups[dist.get_rank()], start_localSGD_iter=0)
+    state = PostLocalSGDState(None, alone_groups[dist.get_rank()], start_localSGD_iter=begin)
     model = DistributedDataParallel(rank.net, init_sync=False)
     model.register_comm_hook(state, post_localSGD_hook)
-    period = rank.case.sync_every
-    averager = PeriodicModelAverager(period=period, warmup_steps=period)
     train(rank, model, PostLocalSGDOptimizer(rank.inner(), averager))
     return {}
 
@@ -212,7 +275,11 @@ LOOPS: dict[str, Loop] = {
     "ddp_fp16": ddp("fp16"),
     "ddp_bf16": ddp("bf16"),
     "ddp_powersgd": ddp("powersgd"),
+    "ddp_powersgd_rank_4": ddp("powersgd", rank=4),
+    "ddp_accumulated": ddp_accumulated,
     "post_local_sgd": post_local_sgd,
+    "post_local_sgd_after_ddp": post_local_sgd_after_ddp,
+    "hierarchical_averager": hierarchical_averager,
     "accelerate": accelerate_local_sgd,
     "torchft": torchft_diloco,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PLAN = "benchmarks/PLAN.md"
 
-RESULTS = {"curve": "docs/benchmarks/curve.json"}
+RESULTS = {"curve": "docs/benchmarks/curve.json", "rivals": "docs/benchmarks/rivals.json"}
 """The file of results of each planned benchmark, by its module."""
 
 
