@@ -257,11 +257,16 @@ def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))
-    above, more = ("above", "more") if nats > 0 else ("below", "less")
+    cost = "What it cost: after"
+    above = "above"
+    more = "more"
+    if nats <= 0:
+        cost = "What it cost: no loss. After"
+        above = "below"
+        more = "less"
     return [
-        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte"
-        f" {above} that of DDP: {loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one"
-        " seed each.",
+        f"{cost} the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte {above} that of"
+        f" DDP: {loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
         f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
         f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
         " that a step took here, not measured on a link.",

@@ -84,6 +84,11 @@ def test_the_demo_computes_the_times_of_its_runs_on_a_link() -> None:
     cost, saving = demo.sentences(runs["ddp"], runs["streaming_fp4"])
     assert "0.100 nats per byte above that of DDP: 5.0 % more loss, 10.5 % more perplexity" in cost
     assert "takes DDP 16 s and Streaming DiLoCo 2 s; computed" in saving
+    no_cost, _ = demo.sentences(runs["streaming_fp4"], runs["ddp"])
+    assert no_cost.startswith("What it cost: no loss. After the same tokens")
+    assert (
+        "0.100 nats per byte below that of DDP: 4.8 % less loss, 9.5 % less perplexity" in no_cost
+    )
 
 
 def test_the_demo_prints_saves_and_draws_the_results_of_its_runs(tmp_path: Path) -> None:
