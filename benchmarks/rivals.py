@@ -120,8 +120,8 @@ METHODS = {
     "alone": Method("one site without the others", NO_EXCHANGE),
 }
 
-SAME_RATE = {"ddp_fp16": "ddp"}
-"""The methods that have the rate of another, whose arithmetic they share."""
+SAME_RATE = {"ddp_fp16": "ddp", "hierarchical_averager": "post_local_sgd_after_ddp"}
+"""The methods that have the rate of another, which is almost the same."""
 
 Row = dict[str, Any]
 
