@@ -7,7 +7,8 @@ else.
 - ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled
   models, resuming, NCCL; five minutes at most.
 - ``numbers``: passes as shares of the copy bandwidth, the direction of matrices, step time and
-  memory with 125 million and a billion parameters, groups in one process, two groups on one device.
+  memory with 125 million and a billion parameters, groups in one process, two groups on one device,
+  and groups on 2, 4 and 8 devices. A machine with fewer devices says what it leaves out.
 
 What worker groups learn there, `benchmarks.curve` measures.
 
@@ -56,6 +57,16 @@ NUMBERS: dict[str, Task] = {
         connected=False,
         seconds=180,
     ),
+}
+NUMBERS |= {
+    f"{devices} devices": Task(
+        f"{groups} groups on {devices} devices",
+        partial(steps.on_several, "125M", groups),
+        ranks=devices,
+        connected=False,
+        seconds=180,
+    )
+    for devices, groups in ((2, 2), (4, 2), (8, 4))
 }
 
 QUICK = {

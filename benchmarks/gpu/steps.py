@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -212,42 +212,74 @@ def with_ddp(loop: Loop, sync_every: int, turns: int) -> Row:
         dist.destroy_process_group()
 
 
+class Groups(NamedTuple):
+    """Worker groups, and the backend between the ranks of a group; None is the device's own."""
+
+    title: str
+    number: int
+    backend: str | None
+
+
 def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Trains two groups on one device with real Trainers over gloo, between two on their own and
-    two of DDP.
-    """
+    """Trains two groups on one device with real Trainers over gloo."""
+    groups = Groups(f"{name}, two groups on one device", 2, "gloo")
+    return compared(groups, name, place, rank, world_size)
+
+
+def on_several(name: str, number: int, place: Place, rank: int, world_size: int) -> Found:
+    """Trains groups of devices with real Trainers: NCCL within a group and gloo between groups."""
+    devices = world_size // number
+    groups = Groups(f"{name}, {number} groups, devices of each: {devices}", number, None)
+    if place.is_cuda and torch.cuda.device_count() < world_size:
+        raise NotHere(
+            f"this machine has {torch.cuda.device_count()} of {world_size} devices. On a machine"
+            f" that has them, the step of {groups.title} would be timed, and compared with that of"
+            " Trainers on their own and with that of DDP"
+        )
+    return compared(groups, name, place, rank, world_size)
+
+
+def compared(groups: Groups, name: str, place: Place, rank: int, world_size: int) -> Found:
+    """Measures the step of ours and of DDP over that of Trainers that know of nobody."""
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     sync_every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
     steps = sync_every * rounds + 1
     common: dict[str, Any] = {
         "accelerator": "gpu" if place.is_cuda else "cpu",
         "precision": "bf16-mixed" if place.is_cuda else "32-true",
-        "devices": 1,
+        "devices": [rank] if place.is_cuda and groups.backend is None else 1,
     }
     timed = partial(step_times, size, batch, rank)
     # Processes that know of nobody, side by side like the groups after them.
-    groups = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
+    nodes = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
     plain = timed(steps, sync_every, **common)
-    os.environ.update(groups)
+    os.environ.update(nodes)
+    common["num_nodes"] = world_size
     strategy = StreamingDiLoCoStrategy(
-        sync_every=sync_every, overlap_steps=min(OVERLAP_STEPS, sync_every - 1), process_group_backend="gloo",
-        fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
-    )  # fmt: skip
-    streaming = timed(steps, sync_every, strategy=strategy, num_nodes=2, **common)
+        worker_groups=groups.number,
+        sync_every=sync_every,
+        overlap_steps=min(OVERLAP_STEPS, sync_every - 1),
+        process_group_backend=groups.backend,
+        fragments=[[in_module(pattern) for pattern in part] for part in cut(size)],
+    )
+    streaming = timed(steps, sync_every, strategy=strategy, **common)
     totals = strategy.report()
     # DDP on the same way between the processes, in as few steps as show what one takes.
-    ddp_strategy = DDPStrategy(process_group_backend="gloo")
-    ddp = timed(8, 3, strategy=ddp_strategy, num_nodes=2, **common)
-    title = f"{name}, two groups on one device"
+    ddp = timed(8, 3, strategy=DDPStrategy(process_group_backend=groups.backend), **common)
     return {
         "model": name,
         "step_s": {"plain": plain, "streaming": streaming, "DDP": ddp},
         "report": totals,
         "headline": {
-            f"{title}, streaming: step over plain": streaming / plain,
-            f"{title}, DDP: step over plain": ddp / plain,
+            f"{groups.title}, streaming: step over plain": streaming / plain,
+            f"{groups.title}, DDP: step over plain": ddp / plain,
         },
     }
+
+
+def in_module(pattern: str) -> str:
+    """Returns a pattern of the model as one of the module that trains it."""
+    return pattern if pattern.startswith("*") else f"net.{pattern}"
 
 
 def step_times(size: Size, batch: int, rank: int, steps: int, first: int, **choices: Any) -> float:

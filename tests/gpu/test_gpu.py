@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as script
 from tests.gpu.checks import CHECKS
@@ -120,6 +121,27 @@ def test_without_time_everything_is_left_and_without_a_device_it_says_so(
     if device().status != "done":
         assert script.main(["--out", str(tmp_path)]) == 1
         assert "sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_groups_of_several_processes_are_timed_beside_ddp(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--only", "4 devices"]
+    assert script.main(arguments) == 0
+    headline = json.loads((tmp_path / "summary.json").read_text())["headline"]
+    assert len(headline) == 2
+    assert all(ratio > 0 for ratio in headline.values())
+
+
+def test_on_too_few_devices_the_pieces_for_several_say_what_they_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = Place("cuda", tmp_path, quick=True)
+    for name, groups in (("2 devices", 2), ("4 devices", 2), ("8 devices", 4)):
+        task = script.NUMBERS[name]
+        layout = f"{groups} groups, devices of each: {task.ranks // groups}"
+        with pytest.raises(NotHere, match=f"has 1 of {task.ranks} devices.*{layout} would be"):
+            task.run(place, 0, task.ranks)
 
 
 def test_checks_that_fail_hang_or_cannot_run_are_reported_and_spoil_no_others(
