@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks import (
     flights,
-    loss_over_time,
     memory,
     overhead,
     paper,
     quality,
+    rivals,
     scaling,
     slow_links,
     wire_bytes,
@@ -72,6 +72,10 @@ def draw_gpu(picture: Path) -> None:
     overlap.draw([overlap.Span(*span) for span in spans], picture, *SHOWN_OF_GPU)
 
 
+def draw_rivals_over_bytes(picture: Path) -> None:
+    rivals.draw_over_bytes(numbers_of("rivals")["rows"], picture)
+
+
 def draw_scaling(picture: Path) -> None:
     scaling.main(["--picture", str(picture)])
 
@@ -80,12 +84,13 @@ PICTURES: Mapping[str, Callable[[Path], None]] = {
     "claims": partial(draw_rows, claims, "claims"),
     "flights": draw_flights,
     "gpu": draw_gpu,
-    "loss-over-time": partial(draw_rows, loss_over_time, "loss_over_time"),
     "memory": draw_memory,
     "methods": partial(draw_runs, methods.main, "methods"),
     "overhead": draw_overhead,
     "paper": partial(draw_runs, paper.main, "paper"),
     "quality": partial(draw_runs, quality.main, "quality"),
+    "rivals": partial(draw_rows, rivals, "rivals"),
+    "rivals-bytes": draw_rivals_over_bytes,
     "scaling": draw_scaling,
     "slow-links": partial(draw_rows, slow_links, "slow_links"),
     "wire-bytes": partial(draw_rows, wire_bytes, "wire_bytes"),

@@ -490,13 +490,15 @@ def show_steps(rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row], path: Path | None) -> None:
-    """Draws the loss over the time, and into a second file over the bytes, of each whole run."""
-    if path is None:
-        return
-    link = f"a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms"
-    _draw_over(rows, path, "seconds", f"seconds on {link}, measured", 1.0)
-    over_bytes = path.with_stem(f"{path.stem}-bytes")
-    _draw_over(rows, over_bytes, "bytes", "MB that a rank has sent, measured", 1e6)
+    """Draws the loss of each whole run over the time."""
+    if path is not None:
+        link = f"a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms"
+        _draw_over(rows, path, "seconds", f"seconds on {link}, measured", 1.0)
+
+
+def draw_over_bytes(rows: list[Row], path: Path) -> None:
+    """Draws the loss of each whole run over the bytes that a rank has sent."""
+    _draw_over(rows, path, "bytes", "MB that a rank has sent, measured", 1e6)
 
 
 def _draw_over(rows: list[Row], path: Path, quantity: str, label: str, unit: float) -> None:
@@ -531,6 +533,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = measure(options.stage or STAGES, options.quick, options.json)
     show(rows)
     draw(rows, options.picture)
+    if options.picture is not None:
+        picture = options.picture
+        draw_over_bytes(rows, picture.with_stem(f"{picture.stem}-bytes"))
 
 
 if __name__ == "__main__":

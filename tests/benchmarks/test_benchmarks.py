@@ -26,11 +26,11 @@ pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need ma
 from benchmarks import (
     finetuning,
     flights,
-    loss_over_time,
     memory,
     paper,
     pictures,
     quality,
+    rivals,
     runs,
     scaling,
     slow_links,
@@ -158,10 +158,11 @@ def test_training_over_slow_links_keeps_its_speed_learns_alike_and_reports_its_b
     assert streaming["bytes"] < ddp["bytes"] / 50
     assert content["headline"]["2 sites, 10 Mbit/s: best peer's step over ours"] > 0
 
-    rows = {row["method"]: row for row in quick("loss_over_time", tmp_path)["rows"]}
+    rows = rivals.whole_runs(quick("rivals", tmp_path)["rows"], sites=2)
     require_loss_of_one_process(rows["ddp"], None)
     require_loss_of_one_process(rows["streaming_defaults"], {"sync_every": 10})
-    assert rows["streaming_defaults"]["step_seconds"] < rows["ddp"]["step_seconds"]
+    ends = {method: row["points"][-1] for method, row in rows.items()}
+    assert ends["streaming_defaults"]["seconds"] < ends["ddp"]["seconds"]
 
     numbers = quick("wire_bytes", tmp_path)["headline"]
     for name in wire_bytes.OURS:
@@ -180,7 +181,7 @@ def require_loss_of_one_process(row: dict[str, Any], choices: dict[str, Any] | N
         chosen = settings.chosen_for(2, case["steps"] // settings.sync_every)
         choices = {**choices, **chosen.numbers}
     in_one_process = Training(TINY, choices, budget=budget, lr=case["lr"])
-    text = training.Text(TINY, loss_over_time.VALIDATION_WINDOWS)
+    text = training.Text(TINY, rivals.VALIDATION_WINDOWS)
     loss = text.loss(training.trained(in_one_process, text))
     assert points[-1]["loss"] == pytest.approx(loss, abs=1e-4)
     assert [point["step"] for point in points] == [5, 10, 15, 20]
@@ -238,7 +239,7 @@ def test_the_pictures_of_the_pages_show_the_numbers_that_the_docs_keep(tmp_path:
     assert {f"benchmark-{name}" for name in pictures.PICTURES} == {
         path.stem for path in IMAGES.glob("benchmark-*.svg") if not path.stem.endswith("-dark")
     }
-    for name in ("flights", "gpu", "loss-over-time", "memory", "overhead", "wire-bytes"):
+    for name in ("flights", "gpu", "memory", "rivals", "rivals-bytes", "overhead", "wire-bytes"):
         drawn = tmp_path / f"{name}.svg"
         pictures.PICTURES[name](drawn)
         assert written_in(drawn) == written_in(IMAGES / f"benchmark-{name}.svg"), name
