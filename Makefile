@@ -3,7 +3,7 @@
 #   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
 #   make test    run the fast tests
 #   make large   run those with models of real sizes
-#   make slow    run those that take more than a minute each; make long: both in one run, as .ci/run does
+#   make slow    run those that take more than half a minute each; make long: both in one run, as .ci/run does
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, and over 5,000 rounds, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest

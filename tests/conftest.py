@@ -1,11 +1,18 @@
-"""A fixture that all tests share."""
+"""What all tests share."""
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import LAUNCHERS, replace_environment
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the process: no collection need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def test_every_example_runs(
     train = side_by_side.train
 
     def train_shortly(groups: Any, steps: int, *settings: Any) -> Any:
-        return train(groups, min(steps, 45), *settings)
+        return train(groups, min(steps, 31), *settings)
 
     monkeypatch.setattr(side_by_side, "train", train_shortly)
     runpy.run_path(str(path), run_name="__main__")

@@ -656,7 +656,9 @@ class _Play:
 
     def _over_leg(self, fragment: int, leg: Sequence[int], launched: float) -> float:
         """Averages the groups of a leg; returns when they have the messages of the first hop."""
-        link = _slowest([self._lines[group] for group in leg])
+        link = self._link
+        if len(leg) < len(self._groups):
+            link = _slowest([self._lines[group] for group in leg])
         partners = [self._groups[group] for group in leg]
         cost = self._costs[fragment]
         if link != self._link:

@@ -3,8 +3,9 @@ and links that differ.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -44,30 +45,31 @@ class Prediction(NamedTuple):
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
     """Predicts utilisation, bytes and bandwidth of a run with a number of inner steps."""
+
+    @cache  # the searches for all targets begin alike
+    def utilisation(exponent: float) -> float:
+        return method.utilisation(replace(link, gbit_s=10**exponent))
+
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
         bytes=method.bytes_in(steps),
         peak_gbit_s=method.peak_gbit_s,
-        gbit_s_for={str(target): _least(method, link, target) for target in TARGETS},
+        gbit_s_for={str(target): _least(utilisation, target) for target in TARGETS},
     )
 
 
-def _least(method: Method, link: Link, target: float) -> float | None:
+def _least(utilisation: Callable[[float], float], target: float) -> float | None:
     """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
-    thousandth; None if none.
+    thousandth; None if none. The utilisation is that of the logarithm of a bandwidth.
     """
-
-    def reaches(exponent: float) -> bool:
-        return method.utilisation(replace(link, gbit_s=10**exponent)) >= target
-
     low = -6.0
     high = 4.0
-    if not reaches(high):
+    if utilisation(high) < target:
         return None
     while high - low > 4e-4:
         middle = (low + high) / 2
-        if reaches(middle):
+        if utilisation(middle) >= target:
             high = middle
         else:
             low = middle

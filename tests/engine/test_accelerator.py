@@ -153,6 +153,7 @@ CHECKED = (
 )
 
 
+@pytest.mark.slow
 def test_the_pretended_device_shows_everything_that_a_gpu_must_show(tmp_path: Path) -> None:
     """A run gives the bits of the CPU, and so does one that goes on from flights of a checkpoint; and
     nothing waits.

@@ -206,6 +206,7 @@ def assert_like_simulation(name: str, joined: WorkerGroups) -> None:
         assert report[count] == expected_report[count], (name, count)
 
 
+@pytest.mark.slow
 def test_processes_stopped_in_flight_match_the_bits_and_bytes_of_a_whole_simulation() -> None:
     for name in CASES:
         uninterrupted(name)

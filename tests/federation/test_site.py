@@ -820,7 +820,7 @@ def trained_loss(count: int, seed: int, is_faulty: bool) -> float:
 def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
     count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sound = [trained_loss(count, seed, is_faulty=False) for seed in range(5)]
+    sound = [trained_loss(count, seed, is_faulty=False) for seed in range(3)]
     assert "was left out" not in caplog.text
     faulty = trained_loss(count, 0, is_faulty=True)
     assert faulty == pytest.approx(fmean(sound), abs=3 * stdev(sound))

@@ -32,7 +32,7 @@ from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
 from tests.engine.groups import Groups, regression
-from tests.fits import said_by, whole
+from tests.fits import at, said_by, whole
 from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
 from tests.lightning.test_fabric import fabric_of, train
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, FastestPairs, Paced, ZScore
@@ -123,6 +123,7 @@ def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tenso
     }
 
 
+@pytest.mark.slow
 def test_sharded_groups_match_the_simulation_and_save_the_mean_on_a_route(
     tmp_path: Path,
 ) -> None:
@@ -289,12 +290,25 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return pretended
 
 
+def stop_training(trainer: Any) -> None:
+    trainer.should_stop = True
+
+
 def fit_dense(
-    rank: int, path: Path | None = None, save: Path | None = None, steps: int = 240, **choices: Any
+    rank: int,
+    path: Path | None = None,
+    save: Path | None = None,
+    steps: int = 240,
+    stop: int = 60,
+    **choices: Any,
 ) -> tuple[DenseBeginning | None, list[Tensor]]:
-    """Returns the dense beginning of a fit, and the parameters that it has trained."""
+    """Returns the dense beginning of a fit, and the parameters that it has trained.
+
+    The fit, of so many steps, is stopped soon after its dense beginning.
+    """
     strategy = fits.strategy(**{"sync_every": 20, **choices})
-    trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
+    stopping = at({stop: stop_training})
+    trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps, callbacks=[stopping])
     model = fits.module()
     trainer.fit(model, fits.batches(rank), ckpt_path=path)
     if save is not None:
@@ -325,9 +339,9 @@ def test_many_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
     assert all(map(torch.equal, parameters, expected))
     # A resumed run has the dense beginning of its checkpoint, whatever the length of the fit; a
     # short fit begins without.
-    resumed, _ = fit(dense_path, steps=260)
+    resumed, _ = fit(dense_path, steps=260, stop=64)
     short, _ = fit(save=short_path, steps=80)
-    resumed_short, _ = fit(short_path, steps=260)
+    resumed_short, _ = fit(short_path, steps=260, stop=64)
     assert resumed == by_default
     assert short is None
     assert resumed_short is None

@@ -106,7 +106,7 @@ def fitted(
         validation=validation,
         resume=path,
     )
-    return Fitted(trained["inspected"], trained["report"], messages)
+    return Fitted(trained["inspected"], trained["report"], [*messages])
 
 
 def fit_ranks(ranks: int = 2, **choices: Any) -> list[Fitted]:
@@ -135,21 +135,24 @@ def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exact
     ranks: int, tmp_path: Path
 ) -> None:
     saves = saving(LIGHTNING, tmp_path, filename="{epoch}", save_on_train_epoch_end=True)
-    replacing = partial(fit_ranks, ranks, on_train_epoch_end=replace_baseline)
-    uninterrupted = replacing(callbacks=saves)
+    replacing = partial(fitted, on_train_epoch_end=replace_baseline)
+    cases = {"unsaved": replacing, "saved": partial(replacing, callbacks=saves)}
+    ends = [f"epoch={epoch}" for epoch in range(EPOCHS - 1)]
+    for end in ends:
+        cases[end] = partial(replacing, path=tmp_path / f"{end}.ckpt")
+    played = fits.play(ranks, cases)
+    uninterrupted = played["saved"]
     first = uninterrupted[0]
     assert_alike(uninterrupted)
-    unsaved = replacing()
-    assert unlike(unsaved[0].values, first.values) == [], "saving changes nothing"
+    assert unlike(played["unsaved"][0].values, first.values) == [], "saving changes nothing"
     baseline = part_of(first.values, "net.baseline.")
     assert unlike(baseline, part_of(first.values, "net.net.")) == []
     assert len(first.cuts) == EPOCHS - 1
     for cut in first.cuts:
         assert "rounds continue: since the last cut, 8 parameters have been replaced" in cut
     assert first.missing_optimizers == [], "none stepped the baseline before"
-    for epoch in range(EPOCHS - 1):
-        resumed = replacing(path=tmp_path / f"epoch={epoch}.ckpt")
-        for rank, expected in zip(resumed, uninterrupted, strict=True):
+    for end in ends:
+        for rank, expected in zip(played[end], uninterrupted, strict=True):
             assert unlike(rank.values, expected.values) == []
 
 

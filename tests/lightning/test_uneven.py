@@ -261,8 +261,10 @@ class Case:
     def saving_options(self, distribution: str, folder: Path) -> dict[str, Any]:
         """The options of a fit that saves often if the case resumes."""
         callbacks = list(self.options.get("callbacks", []))
+        steps = {int(step) for step in self.resumes if step % 1 == 0}
+        for step in steps:
+            callbacks += saving(distribution, folder / "steps", every_n_train_steps=step)
         if self.resumes:
-            callbacks += saving(distribution, folder / "steps", every_n_train_steps=1)
             callbacks += saving(distribution, folder / "epochs", every_n_epochs=1)
         saves = {"callbacks": callbacks, "enable_checkpointing": bool(self.resumes)}
         return {**self.options, **saves}
