@@ -303,7 +303,7 @@ class StreamingDiLoCo:
         return landed
 
     def _land_at_end(self) -> list[Landing]:
-        self.fragmented_model.require_coverage()
+        self.fragmented_model.cut_model.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
         self.fragmented_model.inner.copies.freeze()
@@ -417,7 +417,7 @@ class StreamingDiLoCo:
                 " model."
             )
         self.history.counts.flights_dropped += self.rounds.drop_flights()
-        fragmented_model.reshard()
+        fragmented_model.cut_model.reshard()
         for fragment in fragments:
             for name, parameter in zip(
                 fragment.layout.names, fragment.layout.parameters, strict=True

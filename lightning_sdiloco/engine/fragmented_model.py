@@ -20,7 +20,6 @@ from lightning_sdiloco.engine.shards import (
     digest,
     is_sharded,
     local,
-    sharded_modules,
     trainable,
 )
 from lightning_sdiloco.engine.start import (
@@ -73,7 +72,6 @@ class FragmentedModel:
         self.recut: Recut | None = None
         self.spare: SparePages | None = None
         self._topology = topology
-        self._sharded = sharded_modules(model)
         self.cut(partition, settings)
 
     def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
@@ -113,20 +111,6 @@ class FragmentedModel:
         """
         return self.fragments[0].outer.rounds
 
-    def reshard(self) -> None:
-        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
-        `shards.reshard`.
-        """
-        for module in self._sharded:
-            module.reshard()
-
-    def require_coverage(self) -> None:
-        """Refuses to go on with a parameter that is trained and in no fragment; see
-        `CutModel.require_coverage`.
-        """
-        self.reshard()
-        self.cut_model.require_coverage()
-
     def local_digests(self) -> dict[str, int]:
         """Returns a digest of what this rank holds of each parameter, by name."""
         digests: dict[str, int] = {}
@@ -142,7 +126,7 @@ class FragmentedModel:
         """Takes the outer values wherever this group's are not finite, after a landing. In-group
         collective.
         """
-        self.reshard()
+        self.cut_model.reshard()
         in_group = self._topology.in_group
         is_finite = on_all_ranks([f.layout.is_finite() for f in self.fragments], in_group)
         for fragment in self.fragments:
@@ -191,7 +175,7 @@ class FragmentedModel:
         """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
         In-group collective.
         """
-        self.reshard()
+        self.cut_model.reshard()
         outer = named_outer(self.fragments, self._topology.in_group)
         self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, settings)
 

@@ -299,7 +299,7 @@ class Rounds:
         """Launches the fragments whose turn it is (lines 5 to 7). Returns their number."""
         due = self.timetable.due(step)
         if due:
-            self.fragmented_model.require_coverage()
+            self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
@@ -369,7 +369,7 @@ class Rounds:
             fragment = self.fragmented_model.fragments[launch.fragment]
             outer = arrival.commit.outer.values
             keep_until_done([*arrival.gathered, outer, *arrival.untrained.tensors])
-            self.fragmented_model.reshard()
+            self.fragmented_model.cut_model.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
             land(arrival, step - launch.step, final=not is_round)

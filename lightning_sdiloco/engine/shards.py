@@ -104,6 +104,7 @@ class CutModel:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._identities = _identities(self._parameters)
         self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
+        self._sharded = sharded_modules(model)
 
     def is_same(self) -> bool:
         """Returns whether the same parameters are trainable, under the same names, of the same
@@ -177,8 +178,16 @@ class CutModel:
                 changed["been removed"].append(name)
         return ", ".join([_counted(names, verb) for verb, names in changed.items()])
 
+    def reshard(self) -> None:
+        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
+        `reshard`.
+        """
+        for module in self._sharded:
+            module.reshard()
+
     def require_coverage(self) -> None:
         """Refuses a model in which a parameter is trainable that is in no fragment."""
+        self.reshard()
         parameters = list[Tensor | None]()
         visited = set[int]()
         unvisited = list[nn.Module | None]([self.model])

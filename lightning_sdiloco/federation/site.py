@@ -415,7 +415,7 @@ class FederatedWorld:
             self._connection.hub.skip(call)
         due = self.follower.launches(step)
         if due:
-            self._fragmented_model.require_coverage()
+            self._fragmented_model.cut_model.require_coverage()
         for index in due:
             self._launch(index, step)
         self._send()
@@ -649,7 +649,7 @@ class FederatedWorld:
             )
             self._drop_landed()
             return None
-        self._fragmented_model.reshard()
+        self._fragmented_model.cut_model.reshard()
         self._warn(record, action)
         self._judge_direction(stepped.direction)
         launched_at = step
@@ -900,7 +900,7 @@ class FederatedWorld:
             " trains on from their outer parameters.",
             ", ".join(map(str, fragments)),
         )
-        self._fragmented_model.reshard()
+        self._fragmented_model.cut_model.reshard()
         for index in fragments:
             fragment = self._fragments[index]
             fragment.write_outer(self._topology.in_group, stays=True)
@@ -930,7 +930,7 @@ class FederatedWorld:
             _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
             return
-        self._fragmented_model.reshard()
+        self._fragmented_model.cut_model.reshard()
         for index, action in actions.items():
             self._applying.pop(index, None)
             self._start_from(parts[index], fragments[index], action)
