@@ -62,7 +62,7 @@ def of_round(trained: Trained) -> tuple[float, float]:
     model = trained.size.make()
     outer = OuterOptimizer(direction="equalised")
     engine = StreamingDiLoCo(model, sync_every=SYNC_EVERY, outer_optimizer=outer)
-    fragments = engine.rounds.fragments
+    fragments = engine.fragmented_model.fragments
     gradients = [torch.randn(fragment.layout.length) for fragment in fragments]
     alone = Communicator()
     optimizer = adamw(model.parameters(), lr=1e-3, weight_decay=0.1)

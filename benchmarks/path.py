@@ -70,8 +70,8 @@ def traced(rank: int, world_size: int) -> list[Call]:
     threading.setprofile(see)
     sys.setprofile(see)
     engine = StreamingDiLoCo(network(16), fragments=[["*"]])
-    launches = engine.rounds.schedule.sync_every
-    for step in range(1, launches + engine.rounds.schedule.overlap_steps + 1):
+    launches = engine.rounds.timetable.schedule.sync_every
+    for step in range(1, launches + engine.rounds.timetable.schedule.overlap_steps + 1):
         is_open = step >= launches
         landed = engine.step()
         is_open = False

@@ -152,7 +152,7 @@ def test_flights_reuse_memory_of_earlier_ones_but_none_that_is_still_read(
             engine.step()
 
     train(17)
-    outer = [fragment.outer for fragment in engine.rounds.fragments]
+    outer = [fragment.outer for fragment in engine.fragmented_model.fragments]
     read = [
         *(state.values for state in outer),
         *(state.state["momentum_buffer"] for state in outer),

@@ -67,7 +67,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     engine = StreamingDiLoCo(
         model, fragments=[["*"]], outer_optimizer=OuterOptimizer(offload=False)
     )
-    (fragment,) = engine.rounds.fragments
+    (fragment,) = engine.fragmented_model.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(place.device)
     payloads = [(fp4.encode(gradient), 1.0)] * GROUPS

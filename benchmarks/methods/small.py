@@ -350,7 +350,7 @@ def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -
     launches = dict[int, tuple[int, ...]]()
     batches = text.batches(seed, 2 * training.batch)
     for step, batch in enumerate(islice(batches, training.steps), 1):
-        due = loop.engines[0].rounds.due(step) if loop.engines else ()
+        due = loop.engines[0].rounds.timetable.due(step) if loop.engines else ()
         if due:
             launches[step] = due
         loop.train(*batch)

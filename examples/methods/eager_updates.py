@@ -57,7 +57,7 @@ class EagerUpdates:
         """Lets the engine measure what is launched next from where the inner steps began."""
         due = [
             name
-            for fragment in self.engine.rounds.due(self.engine.inner_steps + 1)
+            for fragment in self.engine.rounds.timetable.due(self.engine.inner_steps + 1)
             for name in self.engine.fragments[fragment].names
         ]
         self.outer = self.engine.outer_state_dict() if due else {}

@@ -520,3 +520,61 @@ class Selective(LaunchSchedule):
         return max(
             schedule.longest_wait(since), self.most * schedule.sync_every + schedule.overlap_steps
         )
+
+
+class Timetable:
+    """Tells which fragments launch and land after an inner step of a run: the dense beginning
+    first, and then as a launch schedule decides from the landings.
+
+    Args:
+        schedule: The schedule of the rounds, with what is left of the dense beginning.
+        launches: The launch schedule.
+        began_at: The inner step of the run after which the rounds began.
+
+    Attributes:
+        state: The state of the launch schedule.
+
+    Examples:
+        >>> timetable = Timetable(Schedule(20, 5, 2), Every(), began_at=100)
+        >>> timetable.due(120), timetable.lands_at(120), timetable.due(130)
+        ((0,), 125, (1,))
+    """
+
+    def __init__(self, schedule: Schedule, launches: LaunchSchedule, began_at: int) -> None:
+        self.schedule = schedule
+        self.began_at = began_at
+        self._launches = launches
+        self.state = launches.start(replace(schedule, dense=None))
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Returns the fragments that launch after an inner step, in order."""
+        if self.is_dense(step):
+            return self.schedule.launches(step - self.began_at)
+        return self._launches.due(self.state, self.counted_in_rounds(step))
+
+    def is_dense(self, step: int) -> bool:
+        """Returns whether an inner step belongs to the dense beginning."""
+        return self.schedule.is_dense(step - self.began_at)
+
+    def counted_in_rounds(self, step: int) -> int:
+        """Returns the inner steps since the first of them that is not counted in the dense
+        beginning.
+        """
+        return step - self.began_at - self.schedule.dense_steps
+
+    def lands_at(self, launched_at: int) -> int:
+        """Returns the inner step after which a flight lands. Flights land in the order of their
+        launches.
+        """
+        return launched_at + self.schedule.overlap_of(launched_at - self.began_at)
+
+    def longest_wait(self, step: int) -> int:
+        """Returns how many inner steps it takes at most, from now on, until a request has landed
+        with a launch.
+        """
+        return self._launches.longest_wait(self.schedule, step - self.began_at)
+
+    def note(self, landing: Heard) -> None:
+        """Notes a landing, launched at an inner step of the run."""
+        launched_at = self.counted_in_rounds(landing.launched_at)
+        self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -267,13 +267,12 @@ class Aggregation(Weighing):
 
     @override
     def heard(self, controls: Sequence[Control], state: Sequence[object]) -> list[WeighingState]:
+        count = self.count(controls, state)
         lengths = self._lengths(controls)
-        outliers = self._outliers(lengths, state)
-        counted = {group: length for group, length in lengths.items() if group not in outliers}
-        pasts = remembered(counted, outliers, _pasts(state))
+        counted = {group: lengths[group] for group in count.factors}
+        pasts = remembered(counted, count.outlying, _pasts(state))
         sizes = {group: controls[group].buffers for group in counted}
-        wrong_buffers = self._wrong_buffers(sizes, state)
-        pasts_of_sizes = remembered_sizes(sizes, wrong_buffers, _pasts(state, "buffers"))
+        pasts_of_sizes = remembered_sizes(sizes, count.wrong_buffers, _pasts(state, "buffers"))
         states = list[WeighingState]()
         for group in range(len(controls)):
             buffers = pasts_of_sizes.get(group, Past()).plain()

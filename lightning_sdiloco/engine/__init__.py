@@ -2,10 +2,10 @@
 
 It takes a model, which an inner optimizer trains, and one call after every inner step; it leaves
 the outer model. Start reading at `rounds`, which is Algorithm 2, then `flight`, `fragments` and
-`engine`, which has the verbs of a training loop. `shards` knows how a model holds its parameters,
-`outer` holds the outer optimizer; `turns` lets groups in one process wait for each other. Nothing
-in this folder knows Lightning or the environment, and it reaches other ranks only through a
-`Topology`.
+`engine`, which has the verbs of a training loop. `fragmented_model` cuts the model, `shards` knows
+how it holds its parameters, `outer` holds the outer optimizer; `turns` lets groups in one process
+wait for each other. Nothing in this folder knows Lightning or the environment, and it reaches other
+ranks only through a `Topology`.
 
 [Note: threads] Each mutable object has one thread that writes to it. Objects change hands at the
 events of this table, and every one of them is ordered by a queue or a lock.
@@ -18,8 +18,9 @@ model, inner optimizers,      training thread             never
 `FragmentState`,              training thread, at a       never; the background reads
 `UntrainedState`              launch, landing or load     what no landing changes
 `StreamingDiLoCo`, `Rounds`,  training thread             never
-`History`, `StepClock`,
-`LinkRate`
+`FragmentedModel`,
+`Timetable`, `History`,
+`StepClock`, `LinkRate`
 `RequestBits`                 any thread, bit by bit      the next launch, which takes
                                                           the bits that are set
 `Launch`                      none: it is immutable       the queue of the background

@@ -38,6 +38,7 @@ from lightning_sdiloco.engine.checkpoint import (
     save,
 )
 from lightning_sdiloco.engine.flight import PendingFlight
+from lightning_sdiloco.engine.fragmented_model import FragmentedModel
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.history import Counts, History
 from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers
@@ -58,7 +59,6 @@ from lightning_sdiloco.engine.start import (
     agreed_fragments,
     align_ranks,
     broadcast,
-    cut,
     require_own_group,
     require_same_settings,
     say_what_averages_twice,
@@ -190,18 +190,12 @@ class StreamingDiLoCo:
         say_what_averages_twice(inner_optimizers, settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
         storage = storage_for(device, requested.outer.offload)
-        self.rounds = Rounds(
-            self.model,
-            parts,
-            requested,
-            settings,
-            self.topology,
-            storage,
-            background,
-            inner,
+        self.fragmented_model = FragmentedModel(
+            self.model, parts, settings, self.topology, storage, inner
         )
-        say_what_trains_little(self.rounds.outer_optimizer, self.topology)
-        align_ranks(self.model, self.rounds.fragments, self.topology)
+        self.rounds = Rounds(self.fragmented_model, requested, settings, self.topology, background)
+        say_what_trains_little(self.fragmented_model.outer_optimizer, self.topology)
+        align_ranks(self.model, self.fragmented_model.fragments, self.topology)
         self._require_same_on_all_ranks(parts, device)
         self.site: str | None = None
         self.loop: Loop = self.rounds
@@ -223,8 +217,8 @@ class StreamingDiLoCo:
         self, partition: Sequence[Fragment], device: torch.device
     ) -> None:
         described = {"the version of lightning_sdiloco": VERSION}
-        described |= self.rounds.outer_optimizer.described
-        for fragment in self.rounds.fragments:
+        described |= self.fragmented_model.outer_optimizer.described
+        for fragment in self.fragmented_model.fragments:
             for name, kind in fragment.untrained.kinds_by_name().items():
                 described[f"the kind of {name!r}"] = kind.value
         described |= proofs(partition, self.rounds.settings.outer.map, device)
@@ -274,8 +268,8 @@ class StreamingDiLoCo:
         began = time.perf_counter()
         self.history.step_span = began, began
         if trained:
-            self.loop.trained(trained, trained if samples is None else samples)
             self.rounds.step_clock.note(ended, began)
+            self.loop.trained(trained, trained if samples is None else samples)
         counts.launches += self.loop.launch_due(step)
         yield
         landed = self.history.land(self.loop.land_due(step))
@@ -302,23 +296,24 @@ class StreamingDiLoCo:
                 self.history.note(landing)
                 self.history.final_landings.append(landing)
             yield
-        view = self.rounds.view
+        view = self.fragmented_model.view
         view.end(is_written=self.rounds.is_ending)
         view.write_untrained(view.first_own())
         self.close()
         return landed
 
     def _land_at_end(self) -> list[Landing]:
-        self.rounds.require_coverage()
+        self.fragmented_model.cut_model.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
-        self.rounds.inner.copies.freeze()
+        self.fragmented_model.inner.copies.freeze()
         give_back_free_memory()
         self._unfinished = self._state()
         if self.site is None:
-            self.rounds.begin_end()
+            self.rounds.is_ending = True
+            self.fragmented_model.spare = None
         # A site's landings until its end also go into its records.
-        self.rounds.view.begin_end(keeps_parameters=not self.rounds.is_ending)
+        self.fragmented_model.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
 
     def leave(self) -> list[Landing]:
@@ -336,7 +331,7 @@ class StreamingDiLoCo:
         self._is_closed = True
         self.loop.close()
         self.rounds.background.close()
-        self.rounds.close()
+        self.fragmented_model.spare = None
         self.topology.close()
 
     def _require_open(self, called: str) -> None:
@@ -349,7 +344,7 @@ class StreamingDiLoCo:
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
-        return self.rounds.view.has_ended
+        return self.fragmented_model.view.has_ended
 
     @property
     def is_over(self) -> bool:
@@ -359,7 +354,7 @@ class StreamingDiLoCo:
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The fragments: names and sizes in bytes of their parameters."""
-        return self.rounds.partition
+        return self.fragmented_model.partition
 
     @property
     def inner_steps(self) -> int:
@@ -373,11 +368,11 @@ class StreamingDiLoCo:
 
         Until then evaluate and save `group_mean`.
         """
-        rounds = self.rounds
-        if not all(fragment.outer.rounds for fragment in rounds.fragments):
+        if not all(fragment.outer.rounds for fragment in self.fragmented_model.fragments):
             return False
-        steps = self.inner_steps - rounds.began_at
-        return self.site is not None or steps >= rounds.schedule.first_round
+        timetable = self.rounds.timetable
+        steps = self.inner_steps - timetable.began_at
+        return self.site is not None or steps >= timetable.schedule.first_round
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then restores the
@@ -387,7 +382,7 @@ class StreamingDiLoCo:
         other group. Without one, on a route whose groups do not share, it shows this group's outer
         parameters. Each group shows its own untrained state; a mean holds the first group's.
         """
-        return self.rounds.view.shown(mean)
+        return self.fragmented_model.view.shown(mean)
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
@@ -411,8 +406,8 @@ class StreamingDiLoCo:
                 "Only a federation's records change its outer model: a site cannot overwrite"
                 " weights while it trains. Found a new run from the weights that you want."
             )
-        rounds = self.rounds
-        fragments = rounds.fragments
+        fragmented_model = self.fragmented_model
+        fragments = fragmented_model.fragments
         trainable_names = {name for fragment in fragments for name in fragment.layout.names}
         chosen = trainable_names if names is None else set(names)
         unknown = sorted(chosen - trainable_names)
@@ -421,8 +416,8 @@ class StreamingDiLoCo:
                 f"set_outer was given {unknown[0]!r}, which is not a trainable parameter of the"
                 " model."
             )
-        self.history.counts.flights_dropped += rounds.drop_flights()
-        rounds.reshard()
+        self.history.counts.flights_dropped += self.rounds.drop_flights()
+        fragmented_model.cut_model.reshard()
         for fragment in fragments:
             for name, parameter in zip(
                 fragment.layout.names, fragment.layout.parameters, strict=True
@@ -434,9 +429,9 @@ class StreamingDiLoCo:
                     broadcast(tensor, self.topology)
                 fragment.untrained.take_local()
             fragment.take_as_outer(chosen)
-        rounds.view.keep(chosen)
+        fragmented_model.view.keep(chosen)
         if names is None:
-            rounds.view.keep_untrained()
+            fragmented_model.view.keep_untrained()
 
     @takes_turns
     def group_mean(self) -> Turns[GroupMean]:
@@ -446,7 +441,8 @@ class StreamingDiLoCo:
         All ranks must call it. Until `has_landed`, evaluate this.
         """
         self._require_open("group_mean()")
-        rounds = self.rounds
+        storage = self.fragmented_model.storage
+        view = self.fragmented_model.view
         gathered: list[Tensor] = []
         untrained: list[Mapping[int, Tensor]] = []
 
@@ -454,12 +450,12 @@ class StreamingDiLoCo:
             arrival = flight.pending.result()
             keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
             self.history.count_bytes(arrival.landing)
-            gathered.append(rounds.storage.store(arrival.gathered[0]))
+            gathered.append(storage.store(arrival.gathered[0]))
             untrained.append(arrival.untrained.outer)
 
-        with rounds.view.hidden():
-            yield from rounds.average_now(self.inner_steps, receive)
-            first_values = rounds.view.first_own()
+        with view.hidden():
+            yield from self.rounds.average_now(self.inner_steps, receive)
+            first_values = view.first_own()
         return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
@@ -475,7 +471,7 @@ class StreamingDiLoCo:
         mean = None
         if not (self.rounds.settings.shares or self._is_closed):
             mean = self.group_mean()
-        return self.rounds.view.named(mean)
+        return self.fragmented_model.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything this rank needs to resume bit for bit: plain dicts, lists, numbers,
@@ -485,7 +481,10 @@ class StreamingDiLoCo:
         `finish` it is the state from before, from which a longer run continues. Calling this
         changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
         """
-        return {**(self._unfinished or self._state()), "local": self.rounds.view.local_values()}
+        return {
+            **(self._unfinished or self._state()),
+            "local": self.fragmented_model.view.local_values(),
+        }
 
     def _state(self) -> dict[str, Any]:
         """Returns the same as `state_dict`, without the local values."""
@@ -496,9 +495,8 @@ class StreamingDiLoCo:
             "rank": place_of(self.topology),
             "settings": self.rounds.settings.saved(),
             "extra_state": extra_state(self.model),
-            **self.rounds.inner.copies.state_dict(),
+            **self.fragmented_model.inner.copies.state_dict(),
             **self.loop.state_dict(),
-            **self.rounds.records(),
         }
 
     @torch.no_grad()
@@ -515,13 +513,12 @@ class StreamingDiLoCo:
         settings = rounds.requested_settings.taken_from(state["settings"])
         if settings != rounds.settings:
             self._require_no_site()
-            rounds.cut(cut(self.model, settings).fragments, settings)
-        rounds.load_records(state)
+        rounds.load_records(state, settings)
         # This comes first, because a module's hooks may restore parameters along with its extra
         # state.
         load_extra_state(self.model, state["extra_state"])
-        rounds.view.load_local(LocalValues(**state["local"]))
-        rounds.inner.copies.load_state_dict(state)
+        self.fragmented_model.view.load_local(LocalValues(**state["local"]))
+        self.fragmented_model.inner.copies.load_state_dict(state)
         self.loop.load_state_dict(state)
         self.history.absences.load_state_dict(state)
         self.history.counts = Counts(**state["counts"])
@@ -537,26 +534,25 @@ class StreamingDiLoCo:
         extra state, and the random state.
         """
         require_processes(self.topology)
-        rounds = self.rounds
         is_trained = self.has_landed or self.is_finished
-        outer = self.outer_state_dict() if is_trained else rounds.view.named(self.group_mean())
+        view = self.fragmented_model.view
+        outer = self.outer_state_dict() if is_trained else view.named(self.group_mean())
         save(
             str(path),
             self.topology,
-            rounds.settings,
+            self.rounds.settings,
             self.state_dict(),
             outer,
-            rounds.inner.optimizers,
+            self.fragmented_model.inner.optimizers,
         )
 
     def load(self, path: str | PathLike[str]) -> None:
         """Resumes from where `save` was called; all ranks refuse if settings, ranks or files
         differ.
         """
-        rounds = self.rounds
-        self.load_state_dict(
-            load(str(path), self.topology, rounds.requested_settings, rounds.inner.optimizers)
-        )
+        requested = self.rounds.requested_settings
+        optimizers = self.fragmented_model.inner.optimizers
+        self.load_state_dict(load(str(path), self.topology, requested, optimizers))
 
     @takes_turns
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
@@ -575,20 +571,21 @@ class StreamingDiLoCo:
         """
         self._require_open("recut()")
         self._require_no_site()
-        rounds = self.rounds
+        fragmented_model = self.fragmented_model
+        settings = self.rounds.settings
         if inner_optimizers is not None:
-            rounds.use_optimizers(inner_optimizers)
-        partition = rounds.cut_for_recut()
+            fragmented_model.use_optimizers(inner_optimizers)
+        partition = fragmented_model.cut_for_recut(settings)
         landed = self.history.land(self.loop.land_all(self.inner_steps))
-        rounds.begin_recut(partition)
+        fragmented_model.begin_recut(partition, settings)
         yield
-        assert rounds.recut is not None, "it has just begun"
-        recut = rounds.recut
+        recut = fragmented_model.recut
+        assert recut is not None, "it has just begun"
         recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
         if recut.needs_mean:
             mean = yield from turns_of(self.group_mean)
-            recut = recut.with_mean(rounds.view.named(mean))
-        rounds.end_recut(recut, self.inner_steps)
+            recut = recut.with_mean(fragmented_model.view.named(mean))
+        self.rounds.end_recut(recut, self.inner_steps)
         return landed
 
     def _require_no_site(self) -> None:

@@ -334,10 +334,12 @@ class Flight:
         """Returns the control vector of this group, as bytes. In-group collective."""
         launch = self._launch
         fragment = self._fragment
+        untrained = fragment.untrained
         topology = self._topology
         norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
         # Groups with different outer values cannot say what has changed.
         is_unlike = launch.purpose is Purpose.START or not fragment.shares
+        changed = untrained.changed_since(launch.buffers)
         control = Control(
             fragment=launch.fragment,
             step=launch.step,
@@ -348,9 +350,9 @@ class Flight:
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
             norm_squared=norm_squared,
-            changed=fragment.untrained.changed(launch.buffers, everything=is_unlike),
+            changed=untrained.changed(launch.buffers, everything=is_unlike),
             step_time=launch.step_time,
-            buffers=0.0 if is_unlike else self._size_of_buffers(),
+            buffers=0.0 if is_unlike else untrained.size(launch.buffers, changed),
         )
         word = torch.frombuffer(control.packed(), dtype=torch.uint8)
         if topology.group_size == 1:
@@ -358,10 +360,6 @@ class Flight:
         words = topology.stages[_SEND].all_gather(word)
         of_ranks = [Control.unpacked(rank_word.numpy().data) for rank_word in words]
         return torch.frombuffer(Control.merged(of_ranks).packed(), dtype=torch.uint8)
-
-    def _size_of_buffers(self) -> float:
-        untrained = self._fragment.untrained
-        return untrained.size(self._launch.buffers, untrained.changed_since(self._launch.buffers))
 
     def _post_second_hop(self) -> None:
         """Posts the untrained state that travels, and the mean of this group's part."""
@@ -811,25 +809,13 @@ def _require_agreement(
     """
     points = {group: control[:2] for group, control in enumerate(controls)}
     digests = {group: controls[group].digest for group in launch.leg or range(len(controls))}
-    verb = "did not begin from" if launch.leg else "do not hold"
-    has_buffers = bool(fragment.untrained.names) and not launch.leg
-    state = "outer parameters and buffers" if has_buffers else "outer parameters"
-    for difference, values in (
-        ("are not at the same point", points),
-        (f"{verb} the same {state}", digests),
-    ):
-        if len(set(values.values())) == 1:
-            continue
-        control = controls[topology.group_index]
-        # For processes that have more than one engine.
-        of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
-        by_group = ", ".join(f"group {group}: {value}" for group, value in values.items())
-        raise AgreementError(
-            f"The worker groups {difference} at the launch of fragment"
-            f" {control.fragment}{of_engine} after inner step {control.step} ({by_group}). If"
-            " training went on, they would drift apart unnoticed. Resume all groups from one"
-            " checkpoint."
-        )
+    if len(set(points.values())) > 1:
+        raise _disagreement("are not at the same point", points, controls, topology)
+    if len(set(digests.values())) > 1:
+        verb = "did not begin from" if launch.leg else "do not hold"
+        has_buffers = bool(fragment.untrained.names) and not launch.leg
+        state = "outer parameters and buffers" if has_buffers else "outer parameters"
+        raise _disagreement(f"{verb} the same {state}", digests, controls, topology)
     # In a leg without finite values, each group goes back to its own outer parameters.
     if not any(control.finite for control in controls):
         groups = ", ".join(f"group {group}" for group in range(len(controls)))
@@ -839,6 +825,21 @@ def _require_agreement(
             " resume from an earlier checkpoint with a lower learning rate or with gradient"
             " clipping."
         )
+
+
+def _disagreement(
+    difference: str, values: Mapping[int, object], controls: Sequence[Control], topology: Topology
+) -> AgreementError:
+    control = controls[topology.group_index]
+    # For processes that have more than one engine.
+    of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
+    by_group = ", ".join(f"group {group}: {value}" for group, value in values.items())
+    return AgreementError(
+        f"The worker groups {difference} at the launch of fragment"
+        f" {control.fragment}{of_engine} after inner step {control.step} ({by_group}). If"
+        " training went on, they would drift apart unnoticed. Resume all groups from one"
+        " checkpoint."
+    )
 
 
 # Arithmetic that worker groups which are launched together share with the sites of a federation

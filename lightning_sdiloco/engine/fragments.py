@@ -122,6 +122,12 @@ class Launch(NamedTuple):
         """Returns plain values and tensors on the host, without outer parameters and what the
         process decides.
         """
+        variants = {
+            "choice": self.choice,
+            "leg": self.leg,
+            "is_dense": self.is_dense,
+            "travelling": self.travelling,
+        }
         return {
             "fragment": self.fragment,
             "step": self.step,
@@ -129,10 +135,7 @@ class Launch(NamedTuple):
             "buffers": [buffer.to("cpu") for buffer in self.buffers],
             "requests": self.requests,
             "weight": self.weight,
-            **({"choice": self.choice} if self.choice else {}),
-            **({"leg": self.leg} if self.leg else {}),
-            **({"is_dense": True} if self.is_dense else {}),
-            **({"travelling": self.travelling} if self.travelling else {}),
+            **{name: value for name, value in variants.items() if value},
         }
 
     @staticmethod
@@ -411,15 +414,10 @@ class FragmentState:
                 state[key] = torch.where(is_taken, 0.0, value)
         values = torch.where(is_taken, self.layout.read(), before.values)
         self.outer = before._replace(values=values, state=state).moved(self.storage.store)
-        self.memory = self._forgotten(self.memory, is_taken)
-        self.anchor = None if self.shares else self.outer.values
-        self.twin = None
-
-    def _forgotten(self, memory: Tensor | None, is_taken: Tensor) -> Tensor | None:
-        """Returns what the compression left out, without that of some values."""
-        if memory is None:
-            return None
-        return self.storage.store(torch.where(is_taken, 0.0, self.storage.load(memory)))
+        if self.memory is not None:
+            memory = self.storage.load(self.memory)
+            self.memory = self.storage.store(torch.where(is_taken, 0.0, memory))
+        self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
         """Forgets all that made this group differ from the outer parameters, which all groups
@@ -442,7 +440,7 @@ class FragmentState:
         self._prefetched = None
         return prefetched()
 
-    def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
+    def land(self, arrival: Arrival, steps: int, *, final: bool) -> None:
         """Commits the result of a flight to the record and takes it into the local values.
 
         ``steps`` inner steps have passed since the launch. ``final``: it is a plain mean.
@@ -450,9 +448,12 @@ class FragmentState:
         self._commit(arrival.commit)
         if final:
             self._begin_from_outer()
-        self.layout.land(rule, arrival.gathered, steps)
+        self._take(arrival, steps)
+
+    def _take(self, arrival: Arrival, steps: int) -> None:
+        self.layout.land(arrival.rule, arrival.gathered, steps)
         self.untrained.commit(arrival.untrained, arrival.changed)
-        self.untrained.land(arrival.untrained, rule.kept)
+        self.untrained.land(arrival.untrained, arrival.rule.kept)
 
     def committed(self) -> Commit:
         """Returns the state that the last landing left."""
@@ -466,14 +467,12 @@ class FragmentState:
         self.twin = commit.twin
         self.weighing = commit.weighing
 
-    def land_at_end(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
+    def land_at_end(self, arrival: Arrival, steps: int, *, final: bool) -> None:
         """Takes what a flight brought into the model alone: a longer run continues from the record
         as it is.
         """
         self.keep_local()
-        self.layout.land(rule, arrival.gathered, steps)
-        self.untrained.commit(arrival.untrained, arrival.changed)
-        self.untrained.land(arrival.untrained, rule.kept)
+        self._take(arrival, steps)
         if final:
             self.end(arrival.gathered[0], arrival.commit.outer.values)
 

@@ -38,11 +38,12 @@ class InnerOptimizers:
     def recover(self, parameters: Sequence[Tensor], in_group: Communicator) -> None:
         """Forgets the state for parameters for which it is not finite. In-group collective."""
         is_finite = on_all_ranks([self._has_finite_state(p) for p in parameters], in_group)
+        all_copies = self.copies.of(parameters)
         for optimizer in self.optimizers:
-            for parameter, is_kept in zip(parameters, is_finite, strict=True):
+            for parameter, copies, is_kept in zip(parameters, all_copies, is_finite, strict=True):
                 if is_kept:
                     continue
-                if self.copies.of(parameter):
+                if copies:
                     # Copies that the optimizer made at the start would not be made again.
                     clear_not_finite(optimizer.state.get(parameter, {}))
                 else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.fragments import Diagnostics, Launch
@@ -86,6 +87,13 @@ class LinkRate:
     @property
     def bytes_per_s(self) -> float:
         return self.fixed or max(self.last, default=0.0)
+
+    def coded(self, launch: Launch, codec: Compression, schedule: Schedule) -> Launch:
+        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
+        overlap_s = overlap_steps * (launch.step_time or math.nan)
+        choice = codec.choice(len(launch.gradient), self.bytes_per_s, overlap_s)
+        return launch._replace(choice=choice) if choice else launch
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:

@@ -8,16 +8,14 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.shards import CutModel, OuterParameter, is_sharded, trainable
-from lightning_sdiloco.engine.start import NamedOuter, broadcast, cut, require_same_model
+from lightning_sdiloco.engine.shards import CutModel, OuterParameter, trainable
+from lightning_sdiloco.engine.start import NamedOuter
 from lightning_sdiloco.engine.untrained import Kind, kinds_of
 
 _log = logging.getLogger(__name__)
@@ -155,37 +153,6 @@ Value = TypeVar("Value")
 
 def _without(names: Collection[str], values: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in values.items() if name not in names}
-
-
-@torch.no_grad()
-def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
-    """Prepares a model for a new cut: frozen parameters take their outer values, and new tensors
-    the values of group 0.
-    """
-    frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
-    for fragment in fragments:
-        fragment.layout.write_named(frozen)
-    for tensor in recut.new.values():
-        broadcast(tensor, topology)
-
-
-def cut_again(
-    cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
-) -> tuple[Fragment, ...]:
-    """Cuts a model again after its set of trainable parameters has changed. All ranks
-    must call it.
-    """
-    for fragment in fragments:
-        if any(map(is_sharded, fragment.layout.parameters)):
-            raise ValueError(
-                "Parameters were frozen, became trainable or were replaced since training began."
-                " FSDP2 cannot follow: new ones would not be trained. Choose what is trainable in"
-                " configure_model, and train in several fits."
-            )
-    require_same_model(cut_model.model, topology.world)
-    partition = cut(cut_model.model, settings)
-    cut_model.require_devices()
-    return partition.fragments
 
 
 def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) -> None:

@@ -61,7 +61,7 @@ class Restart(NamedTuple):
         }
         outer = NamedOuter(landed, self.untrained)
         rounds.begin(outer, self.weighed, history.counts.inner_steps)
-        rounds.view.write_outer(stays=True)
+        rounds.fragmented_model.view.write_outer(stays=True)
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:

@@ -23,10 +23,9 @@ that restart have what is left of it. The outer state counts all these rounds to
 first of an ``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
 """
 
-import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -34,39 +33,21 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm.config import Settings, read_settings
 from lightning_sdiloco.algorithm.gossip import Leg, Route
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule
+from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule, Timetable
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import Background
 from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer, completed
-from lightning_sdiloco.engine.fragments import (
-    Arrival,
-    FragmentState,
-    Landing,
-    Launch,
-    Purpose,
-    fragments_of,
-)
-from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers, on_all_ranks
+from lightning_sdiloco.engine.fragmented_model import FragmentedModel
+from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose
 from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.measure import LinkRate, StepClock
-from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.recut import (
-    Recut,
-    cut_again,
-    follow_in_optimizers,
-    say_what_is_cut_again,
-    take_over,
-)
-from lightning_sdiloco.engine.shards import CutModel, digest, local, sharded_modules, trainable
+from lightning_sdiloco.engine.recut import Recut
 from lightning_sdiloco.engine.start import (
     NamedOuter,
     cut,
@@ -75,13 +56,8 @@ from lightning_sdiloco.engine.start import (
     require_same_settings,
     start_from,
 )
-from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
-
-# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits
-# to land.
-_KEPT_BYTES = 12
 
 
 class Loop(Protocol):
@@ -165,22 +141,21 @@ class Rounds:
     other what is due.
 
     Attributes:
+        fragmented_model: The model and the records of its fragments.
+        requested_settings: The settings as they were given, some of them ``"auto"``.
+        background: Flies the fragments.
+        link: The rate of this rank's link.
+        step_clock: How long an inner step takes.
         requests: What this rank sends to all groups with the next launch.
         flights: What is in flight, in the order of the launches.
-        began_at: The inner step after which the rounds began.
-        is_ending: Whether landings change the model alone; see [Note: memory at the end].
-        requested_settings: The settings as they were given, some of them ``"auto"``.
-        partition: How the model is cut. `cut` sets it, as it does ``settings``, ``cut_model``,
-            ``schedule`` and ``view``.
-        recut: The new cut on which the groups are about to agree.
+        is_ending: Whether landings change the model alone; see [Note: memory at the end]. The
+            engine sets it.
+        settings: The settings that hold. A cut sets them, as it does ``timetable``.
+        timetable: When fragments launch and land.
     """
 
-    partition: tuple[Fragment, ...]
     settings: Settings
-    cut_model: CutModel
-    schedule: Schedule
-    view: OuterView
-    _launches: LaunchSchedule
+    timetable: Timetable
     _route: Route | None
     _codec: Compression
     _synchronizer: Synchronizer
@@ -190,72 +165,48 @@ class Rounds:
 
     def __init__(
         self,
-        model: nn.Module,
-        partition: Sequence[Fragment],
+        fragmented_model: FragmentedModel,
         requested: Settings,
         settings: Settings,
         topology: Topology,
-        storage: OuterStorage,
         background: Background,
-        inner: InnerOptimizers,
     ) -> None:
-        self.model = model
+        self.fragmented_model = fragmented_model
         self.requested_settings = requested
-        self.storage = storage
         self.background = background
-        self.inner = inner
         self.link = LinkRate()
         self.step_clock = StepClock()
         self.requests = RequestBits()
-        self.is_ending = False
-        self.began_at = 0
         self.flights: list[PendingFlight] = []
-        self.fragments: list[FragmentState] = []
-        self.recut: Recut | None = None
+        self.is_ending = False
         self._topology = topology
         self._diagnoses = False
-        self._sharded = sharded_modules(model)
-        # The schedule's memory of the landings since the rounds began.
-        self._schedule_state: Mapping[str, Any] = {}
-        # The outer gradient of a flight and the state that it replaces serve the next flight.
-        self._spare: SparePages | None = None
-        self.cut(partition, settings)
+        self._take_cut(settings)
+        self._begin_at(0)
 
-    def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
-        """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition = tuple(partition)
+    def _take_cut(self, settings: Settings) -> None:
+        """Flies the fragments into which the model is cut."""
         self.settings = settings
-        self._launches = settings.schedule or Every()
         self._route = None if settings.shares else settings.routing
         self._codec = settings.codec
-        self._begin_at(0)
-        self.fragments = fragments_of(
-            self.model, partition, settings, self._topology, self.storage, self.fragments
+        self._synchronizer = Synchronizer(
+            self.fragmented_model.fragments, self._topology, settings, self._diagnoses
         )
-        longest = max(fragment.layout.length for fragment in self.fragments)
-        is_on_host = self.storage.device.type == "cpu"
-        self._spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
-        self.cut_model = CutModel(self.model)
-        self._watch_copies()
-        self.view = self._new_view()
-        self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
 
-    def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
-        """Takes other inner optimizers, which may keep other copies of the weights."""
-        if list(inner_optimizers) != list(self.inner.optimizers):
-            self.inner = InnerOptimizers(inner_optimizers)
-            self._watch_copies()
-            self.view = self._new_view()
+    def _cut(self, settings: Settings) -> None:
+        """Cuts the model as it is by these settings."""
+        self.fragmented_model.cut(cut(self.fragmented_model.model, settings).fragments, settings)
+        self._take_cut(settings)
 
-    def _watch_copies(self) -> None:
-        copies = self.inner.copies
-        copies.watch(trainable(self.model))
-        for fragment in self.fragments:
-            fragment.layout.copies_of = copies.of
-
-    def _new_view(self) -> OuterView:
-        copies = self.inner.copies
-        return OuterView(self.model, self.fragments, self._topology, self.storage, copies)
+    def _begin_at(self, step: int) -> None:
+        # What the rounds before have in flight arrives, and lands nowhere.
+        self.flights = []
+        dense = self.settings.dense_beginning
+        dense_left = None if dense is None else dense.after(step)
+        schedule = self.settings.schedule_of(len(self.fragmented_model.partition))
+        self.timetable = Timetable(
+            replace(schedule, dense=dense_left), self.settings.schedule or Every(), step
+        )
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings say how far the groups agree. All ranks must call it alike, before
@@ -267,17 +218,21 @@ class Rounds:
 
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
-        start_from(self.fragments, outer, self._topology.in_group)
+        start_from(self.fragmented_model.fragments, outer, self._topology.in_group)
+        self._weigh_as(weighed)
+        self._begin_at(began_at)
+
+    def _weigh_as(self, weighed: Weighed) -> None:
         weighing = self.settings.aggregation
         text = self.settings.weighing_text
         groups = self._topology.num_groups
-        for fragment in self.fragments:
+        for fragment in self.fragmented_model.fragments:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
-        self._begin_at(began_at)
 
-    def weighed(self) -> Weighed:
+    def _weighed(self) -> Weighed:
         """Returns what is known of all groups, for rounds that begin again."""
-        states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
+        fragments = self.fragmented_model.fragments
+        states = {tuple(fragment.layout.names): fragment.weighing for fragment in fragments}
         return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
     @torch.no_grad()
@@ -286,23 +241,21 @@ class Rounds:
         must call it, before any launch is due.
         """
         self._require_no_launch(step, requested)
-        before = self.fragments
-        weighed = self.weighed()
-        began_at = self.began_at
+        before = self.fragmented_model.fragments
+        weighed = self._weighed()
         outer = named_outer(before, self._topology.in_group)
         self.requested_settings = requested
-        chosen = chosen_settings(requested, self.model, self._topology)
-        self.cut(cut(self.model, chosen).fragments, chosen)
-        self.begin(outer, weighed, began_at)
-        for fragment in self.fragments:
+        self._cut(chosen_settings(requested, self.fragmented_model.model, self._topology))
+        self.begin(outer, weighed, self.timetable.began_at)
+        for fragment in self.fragmented_model.fragments:
             fragment.weight = before[0].weight
 
     def _require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have
         been due by then.
         """
-        steps = step - self.began_at
-        first = self.schedule.first_launch
+        steps = step - self.timetable.began_at
+        first = self.timetable.schedule.first_launch
         if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with"
@@ -310,82 +263,18 @@ class Rounds:
                 f" launch: before inner step {first}."
             )
 
-    def cut_for_recut(self) -> tuple[Fragment, ...]:
-        """Cuts the model as it is now, and lets go of what the fragments no longer hold. Refuses
-        what cannot be cut again.
-        """
-        if self.view.is_shown:
-            raise RuntimeError(
-                "recut() was called while the outer model is shown. Call recut() outside"
-                " evaluate()."
-            )
-        if not self.settings.shares:
-            raise ValueError(
-                "Parameters were frozen, became trainable or were replaced since training began."
-                f" route={self.settings.route!r} cannot follow: groups hold their own outer"
-                " parameters, and a frozen one would stay different. Choose what is trainable"
-                " before training, and train in several fits."
-            )
-        partition = cut_again(self.cut_model, self.fragments, self.settings, self._topology)
-        for fragment in self.fragments:
-            fragment.let_go()
-        return partition
-
-    def begin_recut(self, partition: tuple[Fragment, ...]) -> None:
-        """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
-        In-group collective.
-        """
-        self.reshard()
-        outer = named_outer(self.fragments, self._topology.in_group)
-        self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, self.settings)
-
     @torch.no_grad()
     def end_recut(self, recut: Recut, step: int) -> None:
-        """Takes the new cut on which all ranks have agreed, with the outer state that remains.
-        In-group collective.
-
-        Rounds restart after this inner step. If the fragments are the same, for instance because a
-        submodule was replaced by a copy, they continue, and error feedback remains where a fragment
-        has its parameters still.
+        """Takes the new cut on which all ranks have agreed; see `FragmentedModel.end_recut`. Rounds
+        restart after this inner step, unless the fragments are the same.
         """
-        take_over(self.fragments, recut, self._topology)
-        is_first_rank = self._topology.rank == 0
-        if is_first_rank:
-            restarts = recut.fragments != self.partition
-            say_what_is_cut_again(recut, self.cut_model, restarts=restarts)
-        self.inner.copies.renew(recut.new)
-        optimizers = self.inner.optimizers
-        follow_in_optimizers(recut, self.cut_model, optimizers, says=is_first_rank)
-        self.recut = None
-        before = self.fragments
-        partition = self.partition
-        weighed = self.weighed()
-        began_at = self.began_at
-        schedule_state = self._schedule_state
-        self.cut(recut.fragments, self.settings)
-        for fragment in self.fragments:
-            fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
-        if self.partition != partition:
-            self.begin(recut.outer, weighed, step)
-            return
-        self.begin(recut.outer, weighed, began_at)
-        self._schedule_state = schedule_state
-        for fragment, former in zip(self.fragments, before, strict=True):
-            fragment.weight = former.weight
-            parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
-            if all(parameter is former_parameter for parameter, former_parameter in parameters):
-                fragment.memory = former.memory
-                fragment.tuning = former.tuning
-                fragment.residual = former.residual
-
-    def _begin_at(self, step: int) -> None:
-        self.began_at = step
-        # What the rounds before have in flight arrives, and lands nowhere.
-        self.flights = []
-        dense = self.settings.dense_beginning
-        left = None if dense is None else dense.after(step)
-        self.schedule = replace(self.settings.schedule_of(len(self.partition)), dense=left)
-        self._schedule_state = self._launches.start(replace(self.schedule, dense=None))
+        weighed = self._weighed()
+        partition = self.fragmented_model.partition
+        self.fragmented_model.end_recut(recut, self.settings)
+        self._take_cut(self.settings)
+        self._weigh_as(weighed)
+        if self.fragmented_model.partition != partition:
+            self._begin_at(step)
 
     def drop_flights(self) -> int:
         """Waits for what is in flight and lands none of it. Returns how many flights there were."""
@@ -395,31 +284,6 @@ class Rounds:
         self.flights.clear()
         return dropped
 
-    def reshard(self) -> None:
-        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
-        `shards.reshard`.
-        """
-        for module in self._sharded:
-            module.reshard()
-
-    def require_coverage(self) -> None:
-        """Refuses to go on with a parameter that is trained and in no fragment; see
-        `CutModel.require_coverage`.
-        """
-        self.reshard()
-        self.cut_model.require_coverage()
-
-    def local_digests(self) -> dict[str, int]:
-        """Returns a digest of what this rank holds of each parameter, by name."""
-        digests: dict[str, int] = {}
-        for fragment in self.fragments:
-            layout = fragment.layout
-            for name, parameter in zip(layout.names, layout.parameters, strict=True):
-                # One that was reshaped since the cut is another parameter.
-                if self.cut_model.former_name(parameter) is not None:
-                    digests[name] = digest(local(parameter))
-        return digests
-
     # Algorithm 2
 
     def join(self, step: int) -> None:
@@ -427,32 +291,32 @@ class Rounds:
 
     def trained(self, micro_batches: int, samples: int) -> None:
         """Counts an inner step (line 4): all micro-batches weigh the same."""
-        for fragment in self.fragments:
+        for fragment in self.fragmented_model.fragments:
             fragment.weight += micro_batches
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
         """Launches the fragments whose turn it is (lines 5 to 7). Returns their number."""
-        due = self.due(step)
+        due = self.timetable.due(step)
         if due:
-            self.require_coverage()
+            self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                self.start(self._launched(index, step), began)
+                self.flights.append(self._flight_of(self._launched(index, step), began))
         return len(due)
 
     def _launched(self, index: int, step: int) -> Launch:
         """Reads everything that a fragment's flight carries in a round."""
-        launch = self.fragments[index].launch(
+        launch = self.fragmented_model.fragments[index].launch(
             step, self._deadline(), Purpose.ROUND, self.requests.take()
         )
         launch = launch._replace(
-            step_time=self.step_clock.seconds,
             leg=self._leg(step),
-            is_dense=self.schedule.is_dense(step - self.began_at),
+            is_dense=self.timetable.is_dense(step),
+            step_time=self.step_clock.seconds,
         )
-        return self.chosen(launch)
+        return self.link.coded(launch, self._codec, self.timetable.schedule)
 
     def _leg(self, step: int) -> Leg:
         """Returns the groups with which this one exchanges in a round, itself among them; () for
@@ -461,7 +325,7 @@ class Rounds:
         if self._route is None:
             return ()
         topology = self._topology
-        number = self._counted_in_rounds(step) // self.settings.sync_every - 1
+        number = self.timetable.counted_in_rounds(step) // self.settings.sync_every - 1
         for leg in self._route.legs(number, topology.num_groups):
             if topology.group_index in leg:
                 return tuple(leg)
@@ -471,52 +335,16 @@ class Rounds:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
         prefetches for the next.
         """
-        while self.flights and self._lands_at(self.flights[0].launch) <= step:
+        while self.flights and self.timetable.lands_at(self.flights[0].launch.step) <= step:
             yield self._landed(self.flights.pop(0), step)
-        if self.storage.prefetches:
-            for index in self.due(step + 1):
-                self.fragments[index].prefetch()
-
-    def due(self, step: int) -> tuple[int, ...]:
-        """Returns the fragments that launch after an inner step, in order."""
-        since = step - self.began_at
-        if self.schedule.is_dense(since):
-            return self.schedule.launches(since)
-        return self._launches.due(self._schedule_state, self._counted_in_rounds(step))
+        if self.fragmented_model.storage.prefetches:
+            for index in self.timetable.due(step + 1):
+                self.fragmented_model.fragments[index].prefetch()
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The fragments in flight, in the order of their launch."""
         return tuple(flight.launch.fragment for flight in self.flights)
-
-    @property
-    def outer_steps(self) -> int:
-        """How many outer steps the first fragment has made; those of a dense beginning count as
-        one.
-        """
-        return self.fragments[0].outer.rounds
-
-    def longest_wait(self, step: int) -> int:
-        """Returns how many inner steps it takes at most, from now on, until a request has landed
-        with a launch.
-        """
-        return self._launches.longest_wait(self.schedule, step - self.began_at)
-
-    def _counted_in_rounds(self, step: int) -> int:
-        """Returns the inner steps since the first of them that is not counted in the dense
-        beginning.
-        """
-        return step - self.began_at - self.schedule.dense_steps
-
-    def _lands_at(self, launch: Launch) -> int:
-        """Returns the inner step after which a flight lands. Flights land in the order of their
-        launches.
-        """
-        return launch.step + self.schedule.overlap_of(launch.step - self.began_at)
-
-    def start(self, launch: Launch, began: float) -> None:
-        """Starts the flight of a launch that began at a time."""
-        self.flights.append(self._flight_of(launch, began))
 
     def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
         # Noted before the background may begin.
@@ -524,14 +352,6 @@ class Rounds:
         return PendingFlight(
             launch, self.background.start(self._synchronizer.fly(launch)), launch_span
         )
-
-    def chosen(self, launch: Launch) -> Launch:
-        """Chooses in which code a launch is sent, by what this rank alone knows."""
-        schedule = self.schedule
-        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
-        overlap_s = overlap_steps * (launch.step_time or math.nan)
-        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
-        return launch._replace(choice=choice) if choice else launch
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
@@ -546,51 +366,31 @@ class Rounds:
             arrival = flight.pending.result()
             wait = began, time.perf_counter()
             launch = flight.launch
-            fragment = self.fragments[launch.fragment]
-            keep_until_done([*arrival.gathered, arrival.commit.outer.values])
-            keep_until_done(arrival.untrained.tensors)
-            self.reshard()
+            fragment = self.fragmented_model.fragments[launch.fragment]
+            outer = arrival.commit.outer.values
+            keep_until_done([*arrival.gathered, outer, *arrival.untrained.tensors])
+            self.fragmented_model.cut_model.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
-            land(arrival, arrival.rule, step - launch.step, final=not is_round)
+            land(arrival, step - launch.step, final=not is_round)
             if is_round:
-                self._note_round(launch, arrival)
+                self.link.note(arrival.sends_bytes_per_s)
+                self.timetable.note(
+                    Heard(
+                        launch.fragment,
+                        launch.step,
+                        arrival.landing.counted,
+                        arrival.landing.group_norms,
+                        tuple(arrival.trained),
+                    )
+                )
             if self._topology.group_index in arrival.landing.wrong_buffers:
                 fragment.untrained.write()
             if self._topology.group_index in arrival.landing.left_out:
-                self.recover(fragment.index)
-            seconds = flight.pending.seconds
-            return completed(arrival.landing, flight.launch_span, wait, seconds, step)
-
-    def _note_round(self, launch: Launch, arrival: Arrival) -> None:
-        """Tells the link's rate and the schedule what landed."""
-        self.link.note(arrival.sends_bytes_per_s)
-        landing = arrival.landing
-        landed = Heard(
-            launch.fragment,
-            self._counted_in_rounds(launch.step),
-            landing.counted,
-            landing.group_norms,
-            tuple(arrival.trained),
-        )
-        self._schedule_state = self._launches.heard(self._schedule_state, landed)
-
-    def recover(self, landed: int) -> None:
-        """Takes the outer values wherever this group's are not finite, after a landing. In-group
-        collective.
-        """
-        self.reshard()
-        in_group = self._topology.in_group
-        is_finite = on_all_ranks([f.layout.is_finite() for f in self.fragments], in_group)
-        for fragment in self.fragments:
-            if fragment.index == landed:
-                fragment.untrained.recover()
-                self.inner.recover(fragment.layout.parameters, in_group)
-            elif not is_finite[fragment.index]:
-                if self.is_ending:
-                    fragment.keep_local()
-                fragment.write_outer(in_group, stays=True)
-                self.inner.recover(fragment.layout.parameters, in_group)
+                self.fragmented_model.recover(fragment.index, is_ending=self.is_ending)
+            return completed(
+                arrival.landing, flight.launch_span, wait, flight.pending.seconds, step
+            )
 
     # The mean of the groups, and the end
 
@@ -606,12 +406,13 @@ class Rounds:
         """
         purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
+        fragments = self.fragmented_model.fragments
         # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
         # and at the end no more than in a round.
-        at_once = _most_in_flight(self.schedule) if ends else max(1, len(self.fragments) // 4)
+        at_once = _most_in_flight(self.timetable.schedule) if ends else max(1, len(fragments) // 4)
         # At the end first those whose local parameters are copied already, because they have just
         # landed.
-        for fragment in sorted(self.fragments, key=lambda fragment: fragment.kept_local is None):
+        for fragment in sorted(fragments, key=lambda fragment: fragment.kept_local is None):
             received = receive(flights.pop(0)) if len(flights) >= at_once else None
             began = time.perf_counter()
             if ends:
@@ -625,11 +426,6 @@ class Rounds:
         while flights:
             yield receive(flights.pop(0))
 
-    def begin_end(self) -> None:
-        """From here on landings change the model and no record; see [Note: memory at the end]."""
-        self.is_ending = True
-        self._spare = None
-
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
         return self.average_now(step, lambda flight: self._landed(flight, step), ends=True)
 
@@ -642,38 +438,32 @@ class Rounds:
         return iter(())
 
     def close(self) -> None:
-        """No flight comes for which to keep memory."""
-        self._spare = None
+        """Ends nothing: the engine closes the background, which it made."""
 
     # Checkpoints
 
-    @property
-    def outer_optimizer(self) -> ShardOptimizer:
-        """The optimizer that steps the shards of all fragments."""
-        return self.fragments[0].optimizer
-
     def state_dict(self) -> dict[str, Any]:
-        return {"flights": [flight.launch.state_dict() for flight in self.flights]}
+        fragmented_model = self.fragmented_model
+        return {
+            "flights": [flight.launch.state_dict() for flight in self.flights],
+            "rounds_began_at": self.timetable.began_at,
+            "described": fragmented_model.outer_optimizer.described,
+            "schedule": dict(self.timetable.state),
+            "fragments": [fragment.state_dict() for fragment in fragmented_model.fragments],
+            **({"link": self.link.last} if self.link.last else {}),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Launches again what was in flight: the same values give the same bytes."""
         for saved in state["flights"]:
             began = time.perf_counter()
-            outer = self.fragments[saved["fragment"]].load_outer()
-            self.start(Launch.of(saved, outer, self._deadline()), began)
-
-    def records(self) -> dict[str, Any]:
-        return {
-            "rounds_began_at": self.began_at,
-            "described": self.outer_optimizer.described,
-            "schedule": dict(self._schedule_state),
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
-            **({"link": self.link.last} if self.link.last else {}),
-        }
+            outer = self.fragmented_model.fragments[saved["fragment"]].load_outer()
+            launch = Launch.of(saved, outer, self._deadline())
+            self.flights.append(self._flight_of(launch, began))
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
         """Refuses a state with another outer optimizer, or another schedule of it."""
-        for part, description in self.outer_optimizer.described.items():
+        for part, description in self.fragmented_model.outer_optimizer.described.items():
             if saved[part] != description:
                 raise ValueError(
                     f"The state was saved with another {part}: it was {saved[part]}, now it is"
@@ -681,8 +471,12 @@ class Rounds:
                 )
 
     @torch.no_grad()
-    def load_records(self, state: dict[str, Any]) -> None:
-        require_same_fragments(self.fragments, state["fragments"])
+    def load_records(self, state: Mapping[str, Any], settings: Settings) -> None:
+        """Takes the settings and records of a state; `load_state_dict` then takes its flights."""
+        if settings != self.settings:
+            self._cut(settings)
+        fragments = self.fragmented_model.fragments
+        require_same_fragments(fragments, state["fragments"])
         # A state may have been saved before its rounds were chosen, and so before any launch.
         saved_every = read_settings(state["settings"])["sync_every"]
         rounds_are_the_same = saved_every == self.settings.sync_every
@@ -693,12 +487,12 @@ class Rounds:
                 f"The state was saved with sync_every={saved_every}, now it is"
                 f" {self.settings.sync_every}. Resume with the one it was saved with."
             )
-        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+        for fragment, saved in zip(fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         # Of a run of an earlier version the rounds began after its warm-up.
         self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
         if rounds_are_the_same:
-            self._schedule_state = state["schedule"]
+            self.timetable.state = state["schedule"]
         self.link.last = list(state.get("link", ()))
 
 

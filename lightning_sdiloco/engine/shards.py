@@ -104,6 +104,7 @@ class CutModel:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._identities = _identities(self._parameters)
         self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
+        self._sharded = sharded_modules(model)
 
     def is_same(self) -> bool:
         """Returns whether the same parameters are trainable, under the same names, of the same
@@ -177,8 +178,16 @@ class CutModel:
                 changed["been removed"].append(name)
         return ", ".join([_counted(names, verb) for verb, names in changed.items()])
 
+    def reshard(self) -> None:
+        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
+        `reshard`.
+        """
+        for module in self._sharded:
+            module.reshard()
+
     def require_coverage(self) -> None:
         """Refuses a model in which a parameter is trainable that is in no fragment."""
+        self.reshard()
         parameters = list[Tensor | None]()
         visited = set[int]()
         unvisited = list[nn.Module | None]([self.model])
@@ -579,9 +588,11 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds the copies of a parameter that optimizers keep, which have to change with it;
-        # `Rounds.cut` sets it.
-        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = lambda parameter: ()
+        # Finds the copies of each parameter that optimizers keep, which have to change with it;
+        # `FragmentedModel` sets it.
+        self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] = (
+            lambda parameters: [()] * len(parameters)
+        )
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
@@ -608,6 +619,10 @@ class FragmentLayout(ABC):
                     f" has changed from {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
                 )
         return held
+
+    @property
+    def _copies(self) -> Sequence[Sequence[Tensor]]:
+        return self.copies_of(self.parameters)
 
     def let_go(self) -> None:
         """Puts zeros in the place of reshaped parameters, so that flights land there, outside the
@@ -734,56 +749,55 @@ class FragmentLayout(ABC):
     def settle(self, gathered: Tensor) -> None:
         """Writes values that stay, also into the copies of the parameters that optimizers keep."""
         self.write(gathered)
-        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
-            for copy in self.copies_of(parameter):
+        for copies, values in zip(self._copies, self.split(gathered), strict=True):
+            for copy in copies:
                 copy.view(values.shape).copy_(values)
 
     def renew_copies(self, names: Collection[str]) -> None:
         """Copies the present values of some parameters into the copies that optimizers keep."""
-        for name, parameter, held in zip(self.names, self.parameters, self.held, strict=True):
+        for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in names:
-                for copy in self.copies_of(parameter):
+                for copy in copies:
                     copy.view(held.shape).copy_(held)
 
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
         parts = [self.split(vector) for vector in gathered]
-        for index, held in enumerate(self.held):
-            with self._changed(self.parameters[index], held) as merged:
+        for index, (held, copies) in enumerate(zip(self.held, self._copies, strict=True)):
+            with _changed(held, copies) as merged:
                 rule.merge(merged, [part[index] for part in parts], steps)
 
-    @contextmanager
-    def _changed(self, parameter: Tensor, held: Tensor) -> Iterator[Tensor]:
-        """Yields the held values of a parameter, in at least float32, to be changed; its copies
-        change by as much.
-        """
-        dtype = torch.promote_types(held.dtype, torch.float32)
-        copies = self.copies_of(parameter)
-        if held.dtype == dtype and not copies:
-            yield held
-            return
-        changed = held.to(dtype, copy=True)
-        yield changed
-        for copy in copies:
-            moved = copy.view(held.shape) + (changed - held)
-            # Values that are not finite take those of the parameter.
-            copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
-        held.copy_(changed)
-
     def shift(self, moved: Tensor) -> None:
-        moves = self.split(moved)
-        for parameter, held, move in zip(self.parameters, self.held, moves, strict=True):
-            with self._changed(parameter, held) as shifted:
+        for held, copies, move in zip(self.held, self._copies, self.split(moved), strict=True):
+            with _changed(held, copies) as shifted:
                 shifted.add_(move)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
-        for name, parameter, held in zip(self.names, self.parameters, self.held, strict=True):
+        for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in values:
-                with self._changed(parameter, held) as changed:
+                with _changed(held, copies) as changed:
                     changed.copy_(values[name].view(held.shape))
 
     def is_finite(self) -> bool:
         return all(bool(parameter.isfinite().all()) for parameter in self.held)
+
+
+@contextmanager
+def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the held values of a parameter, in at least float32, to be changed; its copies change
+    by as much.
+    """
+    dtype = torch.promote_types(held.dtype, torch.float32)
+    if held.dtype == dtype and not copies:
+        yield held
+        return
+    changed = held.to(dtype, copy=True)
+    yield changed
+    for copy in copies:
+        moved = copy.view(held.shape) + (changed - held)
+        # Values that are not finite take those of the parameter.
+        copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
+    held.copy_(changed)
 
 
 class WholeLayout(FragmentLayout):

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.fragmented_model import FragmentedModel
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.matrices import MappedOnce
 from lightning_sdiloco.engine.outer_view import GroupMean
-from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.engine.start import require_same_signatures, signature
 from lightning_sdiloco.engine.turns import in_turns, turns_of
@@ -110,7 +110,7 @@ class SimulatedGroups:
         in_turns([turns_of(engine.finish) for engine in self.engines])
         first_values = self._first_own()
         for engine in self.engines:
-            engine.rounds.view.write_untrained(first_values)
+            engine.fragmented_model.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
         """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in
@@ -132,7 +132,7 @@ class SimulatedGroups:
         ]
         for turns in recutting:
             next(turns)
-        _agree_on_recut([engine.rounds for engine in self.engines])
+        _agree_on_recut([engine.fragmented_model for engine in self.engines])
         landed = in_turns(recutting)
         self._map_once()
         return landed
@@ -146,7 +146,7 @@ class SimulatedGroups:
 
     def _map_once(self) -> None:
         """Lets the first group map the mean outer gradients that are the same in all groups."""
-        fragments_of_groups = [engine.rounds.fragments for engine in self.engines]
+        fragments_of_groups = [engine.fragmented_model.fragments for engine in self.engines]
         for of_groups in zip(*fragments_of_groups, strict=True):
             once = MappedOnce(len(self.engines))
             for fragment in of_groups:
@@ -154,7 +154,7 @@ class SimulatedGroups:
 
     def _first_own(self) -> dict[str, Tensor]:
         """Copies what the first group keeps of untrained state, by name."""
-        states = [fragment.untrained for fragment in self.engines[0].rounds.fragments]
+        states = [fragment.untrained for fragment in self.engines[0].fragmented_model.fragments]
         return {place.name: place.values.clone() for state in states for place in state.own.places}
 
     def outer_state_dict(self) -> dict[str, Tensor]:
@@ -166,17 +166,17 @@ class SimulatedGroups:
         first = self.engines[0]
         if first.rounds.settings.shares or first.is_finished:
             return first.outer_state_dict()
-        return first.rounds.view.named(self.group_mean())
+        return first.fragmented_model.view.named(self.group_mean())
 
 
 @torch.no_grad()
-def _agree_on_recut(groups: Sequence[Rounds]) -> None:
+def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
     """Gives all groups one recut, and the first group's values of what is new."""
-    recuts = [rounds.recut for rounds in groups if rounds.recut is not None]
+    recuts = [group.recut for group in groups if group.recut is not None]
     names = [recut.names for recut in recuts]
     agreed = [recut.agreed(names) for recut in recuts]
-    for rounds, recut in zip(groups, agreed, strict=True):
-        rounds.recut = recut
+    for group, recut in zip(groups, agreed, strict=True):
+        group.recut = recut
         for name, values in agreed[0].new.items():
             recut.new[name].copy_(values)
 

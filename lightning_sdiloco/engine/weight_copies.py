@@ -87,12 +87,14 @@ class WeightCopies:
         """Takes the parameters of the fragments, by name."""
         self._parameters = parameters
 
-    def of(self, parameter: Tensor) -> list[Tensor]:
-        """Returns the copies that follow a parameter, as far as this rank holds them."""
-        if not self._keepers or self._has_ended:
-            return []
-        self._check_names()
-        return [local(copy.tensor) for copy in self._copies_of("", parameter)]
+    def of(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the copies that follow each parameter, as far as this rank holds them."""
+        copies = [list[Tensor]() for _ in parameters]
+        if self._keepers and not self._has_ended:
+            self._check_names()
+            for of_parameter, parameter in zip(copies, parameters, strict=True):
+                of_parameter += [local(c.tensor) for c in self._copies_of("", parameter)]
+        return copies
 
     # While another model is shown, and after the end
 

@@ -160,8 +160,8 @@ class SiteArithmetic:
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
-        self._fragments = rounds.fragments
-        self._schedule = rounds.schedule
+        self._fragments = rounds.fragmented_model.fragments
+        self._schedule = rounds.timetable.schedule
         settings = rounds.settings
         # All work is done in the first background stage, which owns this communicator.
         self._site = topology.stages[0]

@@ -263,7 +263,7 @@ class Federation:
                 f"worker_groups={topology.num_groups} does not work with a federation: a site is"
                 " one worker group. Leave it out, and start every other group as its own site."
             )
-        if self.mean == "hub" and any(map(_is_sharded, rounds.fragments)):
+        if self.mean == "hub" and any(map(_is_sharded, rounds.fragmented_model.fragments)):
             raise ValueError(
                 "mean='hub' does not work with a model that is sharded over the ranks. Leave it"
                 " out."
@@ -367,8 +367,10 @@ def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
 
 def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     settings = rounds.settings
+    fragmented_model = rounds.fragmented_model
+    records = fragmented_model.fragments
     terms = Terms(
-        fragments=len(rounds.fragments),
+        fragments=len(records),
         sync_every=settings.sync_every,
         overlap_steps=settings.overlap_steps,
         grace=LONGEST_GRACE if federation.grace == "auto" else float(federation.grace),
@@ -379,14 +381,14 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         hub_mean=settings.codec.traits.hub_code if federation.mean == "hub" else None,
         dense_beginning=settings.dense_beginning,
     )
-    described = {**settings.fixed_by_a_checkpoint(), **rounds.outer_optimizer.described}
+    described = {**settings.fixed_by_a_checkpoint(), **fragmented_model.outer_optimizer.described}
     if settings.dense_beginning is None:
         # The setting is newer than some run configs.
         del described["dense_beginning"]
-    parameters = trainable(rounds.model)
+    parameters = trainable(fragmented_model.model)
     fragments = []
     shards = []
-    for fragment in rounds.fragments:
+    for fragment in records:
         described_fragment = [
             *described_parameters(fragment, parameters),
             *described_untrained(fragment.untrained),
@@ -404,5 +406,5 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         fragments=tuple(fragments),
         shards=tuple(shards),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": VERSION},
-        self_test=self_test(settings, rounds.partition, rounds.fragments[0].storage.device),
+        self_test=self_test(settings, fragmented_model.partition, fragmented_model.storage.device),
     )

@@ -333,6 +333,8 @@ class FederatedWorld:
     ) -> None:
         self._at_end = at_end
         self._rounds = rounds
+        self._fragmented_model = rounds.fragmented_model
+        self._fragments = self._fragmented_model.fragments
         self._topology = topology
         self._arithmetic = SiteArithmetic(rounds, topology)
         self._connection = connection
@@ -413,7 +415,7 @@ class FederatedWorld:
             self._connection.hub.skip(call)
         due = self.follower.launches(step)
         if due:
-            self._rounds.require_coverage()
+            self._fragmented_model.cut_model.require_coverage()
         for index in due:
             self._launch(index, step)
         self._send()
@@ -421,7 +423,7 @@ class FederatedWorld:
 
     def _launch(self, index: int, step: int) -> None:
         began = time.perf_counter()
-        fragment = self._rounds.fragments[index]
+        fragment = self._fragments[index]
         begun = self.follower.begin(index, step)
         launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
         buffers = launch.buffers
@@ -429,20 +431,22 @@ class FederatedWorld:
             buffers = [*buffers, *fragment.untrained.own.copies()]
         launch = launch._replace(
             buffers=buffers,
-            is_dense=self._rounds.schedule.is_dense_round(begun.round),
+            is_dense=self._rounds.timetable.schedule.is_dense_round(begun.round),
             # A site cannot know what others have changed: it sends what it has changed itself.
             travelling=tuple(fragment.untrained.changed_since(buffers)),
             step_time=self._rounds.step_clock.seconds,
         )
         self._compare_rates()
         self._rounds.link.note(self._connection.hub.sends_bytes_per_s)
-        self._encode(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
+        codec = self._rounds.settings.codec
+        launch = self._rounds.link.coded(launch, codec, self._rounds.timetable.schedule)
+        self._encode(launch, begun, (began, time.perf_counter()))
 
     def _compare_rates(self) -> None:
         """Warns, once, if this site trains with another inner learning rate than the others: its
         schedule is its own, and begins with its own first step.
         """
-        rate = self._rounds.inner.rate or None
+        rate = self._fragmented_model.inner.rate or None
         self.follower.inner_lr = rate
         common_rate = self._rate_of_others
         if rate is None or common_rate is None or self._has_compared_rates:
@@ -610,7 +614,7 @@ class FederatedWorld:
                 self._arithmetic.apply,
                 record,
                 self._blobs[record.key],
-                self._rounds.fragments[progress.fragment].outer,
+                self._fragments[progress.fragment].outer,
                 launched.flight.launch if launched else None,
                 launched.encoded if launched else None,
             )
@@ -645,7 +649,7 @@ class FederatedWorld:
             )
             self._drop_landed()
             return None
-        self._rounds.reshard()
+        self._fragmented_model.cut_model.reshard()
         self._warn(record, action)
         self._judge_direction(stepped.direction)
         launched_at = step
@@ -653,7 +657,7 @@ class FederatedWorld:
             launched_at = launched.flight.launch.step
         self._commit(record, stepped, action, step - launched_at)
         if not was_finite:
-            self._rounds.recover(record.fragment)
+            self._fragmented_model.recover(record.fragment)
         self._drop_landed()
         landing = self._reported(record, stepped.arrival.landing, encoded)
         wait = wait or (arrived_at, arrived_at)
@@ -704,7 +708,7 @@ class FederatedWorld:
         """Does to the values of a fragment what an action says, ``steps`` inner steps after the
         launch.
         """
-        fragment = self._rounds.fragments[record.fragment]
+        fragment = self._fragments[record.fragment]
         arrival = stepped.arrival
         if action is MergeAction.CARRY:
             fragment.carry(arrival, stepped.moved)
@@ -716,14 +720,12 @@ class FederatedWorld:
         if not (mixes and index in landing.counted):
             commit = fragment.committed()._replace(outer=arrival.commit.outer)
             arrival = arrival._replace(commit=commit)
-        rule = arrival.rule
         if not mixes:
-            rule = Mix(0.0)
-            arrival = arrival._replace(gathered=[stepped.outer])
+            arrival = arrival._replace(rule=Mix(0.0), gathered=[stepped.outer])
         elif not landing.counted:
             # If no site has trained, nothing moves.
-            rule = Mix(1.0)
-        fragment.land(arrival, rule, steps, final=record.final)
+            arrival = arrival._replace(rule=Mix(1.0))
+        fragment.land(arrival, steps, final=record.final)
         if self.follower.site in record.without_buffers:
             fragment.untrained.write()
         if action is MergeAction.TAKE and not record.final:
@@ -766,7 +768,7 @@ class FederatedWorld:
         if not self._has_said_hello:
             self._has_said_hello = True
             self._connection.hub.hello(self.follower)
-        report = self._connection.hear(requests, self._samples, self._rounds.inner.rate)
+        report = self._connection.hear(requests, self._samples, self._fragmented_model.inner.rate)
         self._now = report.now
         if self._has_trained:
             self.follower.trained(report.samples, rate=report.rate)
@@ -868,7 +870,7 @@ class FederatedWorld:
     # Outer states on their way between sites; in-group collectives, between landings
 
     def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
-        fragments = self._rounds.fragments
+        fragments = self._fragments
         if values is None:
             values = [fragment.outer.values for fragment in fragments]
         starts = [fragment.layout.start for fragment in fragments]
@@ -882,8 +884,7 @@ class FederatedWorld:
             return None
         gather = self._topology.in_site.all_gather_object
         parts = [
-            to_part(fragment, gather(fragment.outer.state_dict()))
-            for fragment in self._rounds.fragments
+            to_part(fragment, gather(fragment.outer.state_dict())) for fragment in self._fragments
         ]
         return header, parts
 
@@ -899,9 +900,9 @@ class FederatedWorld:
             " trains on from their outer parameters.",
             ", ".join(map(str, fragments)),
         )
-        self._rounds.reshard()
+        self._fragmented_model.cut_model.reshard()
         for index in fragments:
-            fragment = self._rounds.fragments[index]
+            fragment = self._fragments[index]
             fragment.write_outer(self._topology.in_group, stays=True)
             # The memory of the compression is of launches of another incarnation, or of none.
             fragment.memory = None
@@ -912,7 +913,7 @@ class FederatedWorld:
         """Takes over a state that arrived, as far as it is newer than this site's own."""
         if not self.follower.wants_state:
             return
-        fragments = self._rounds.fragments
+        fragments = self._fragments
         try:
             if len(state.parts) != len(fragments):
                 raise Refused(
@@ -929,7 +930,7 @@ class FederatedWorld:
             _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
             return
-        self._rounds.reshard()
+        self._fragmented_model.cut_model.reshard()
         for index, action in actions.items():
             self._applying.pop(index, None)
             self._start_from(parts[index], fragments[index], action)
@@ -967,7 +968,7 @@ class FederatedWorld:
         """Returns the site's progress in the federation, and its flights, once they are encoded."""
         self._send(wait=True)
         return {
-            "flights": [flight.launch.state_dict() for flight in self._rounds.flights],
+            **self._rounds.state_dict(),
             "federation": {"site": self.follower.site, **self.follower.state_dict()},
         }
 
@@ -989,7 +990,7 @@ class FederatedWorld:
             flight = self.follower.fragments[index].flight
             if flight is not None:
                 began = time.perf_counter()
-                outer = self._rounds.fragments[index].load_outer()
+                outer = self._fragments[index].load_outer()
                 launch = Launch.of(saved_flight, outer, float("inf"))
                 self._encode(launch, flight.own, (began, time.perf_counter()))
         self._send(wait=True)

@@ -84,7 +84,7 @@ class ShownModel:
         All ranks must call it.
         """
         self._groups.meet()
-        self._first_own = engine.rounds.view.first_own()
+        self._first_own = engine.fragmented_model.view.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
@@ -99,7 +99,7 @@ class ShownModel:
                 "Until every fragment has landed once, after inner step %d, validation and"
                 " checkpoints use the mean of the worker groups, which they exchange in float32:"
                 " the outer model still holds untrained values. Shown once.",
-                engine.rounds.began_at + engine.rounds.schedule.first_round,
+                engine.rounds.timetable.began_at + engine.rounds.timetable.schedule.first_round,
             )
         self._warns = False
         self.mean = engine.group_mean()
@@ -118,7 +118,7 @@ class ShownModel:
             if getattr(model, _BUFFERS_ARE_DUE, None) is not None
         }
         try:
-            view = engine.rounds.view
+            view = engine.fragmented_model.view
             with view.shown(self.mean, self._first_own, watches=watches):
                 yield
         finally:
@@ -317,7 +317,10 @@ class Evaluation:
                     if is_due:
                         self._groups.meet()
                     self.rewritten.take(
-                        engine, engine.rounds.view.rewritten(), self._hooks, with_all=is_due
+                        engine,
+                        engine.fragmented_model.view.rewritten(),
+                        self._hooks,
+                        with_all=is_due,
                     )
                 return metrics
         finally:
@@ -328,7 +331,7 @@ class Evaluation:
         round].
         """
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
-        if not takes_mean and not engine.rounds.view.own_moved:
+        if not takes_mean and not engine.fragmented_model.view.own_moved:
             return
         device = self._fit.trainer.strategy.root_device
         if self._groups.decide(validates, True, device):

@@ -175,7 +175,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
             self._shown.exchange(engine)
-        elif self._shown.mean is None and engine.rounds.view.own_moved:
+        elif self._shown.mean is None and engine.fragmented_model.view.own_moved:
             self._shown.take_first_own(engine)
         with self._shown.showing(engine, self._wrapped):
             yield
@@ -255,11 +255,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         finally:
             self._is_set_up_again = False
         self._shown.forget()
-        is_same = engine.rounds.cut_model.is_same()
+        is_same = engine.fragmented_model.cut_model.is_same()
         if not all(self.topology.world.all_gather_object(is_same)):
             self._landings = engine.recut(self._inner_optimizers)
         else:
-            engine.rounds.use_optimizers(self._inner_optimizers)
+            engine.fragmented_model.use_optimizers(self._inner_optimizers)
         return results
 
     def _begin_batch(self, module: nn.Module, args: tuple[object, ...], kwargs: State) -> None:

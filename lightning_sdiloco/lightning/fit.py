@@ -235,7 +235,7 @@ class Fit(FitState):
         is_in_fit = threading.get_ident() == self._thread or is_in_backward()
         if self.engine is None or not is_in_fit:
             return
-        cut_model = self.engine.rounds.cut_model
+        cut_model = self.engine.fragmented_model.cut_model
         if optimizer in self.trainer.optimizers or cut_model.has_parameters_of(optimizer):
             self.counts.stepped = True
 
@@ -252,7 +252,7 @@ class Fit(FitState):
         if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
             if steps < math.inf:
-                warn_of_few_rounds(engine.rounds.schedule, int(steps))
+                warn_of_few_rounds(engine.rounds.timetable.schedule, int(steps))
             environment = self.trainer.strategy.cluster_environment
             self._announcement = Announcement(engine, environment, self.options.why_rounds)
 
@@ -275,7 +275,7 @@ class Fit(FitState):
         digests_before = self._epoch_digests
         self._epoch_digests = None
         if self.engine is not None and digests_before is not None:
-            digests = self.engine.rounds.local_digests()
+            digests = self.engine.fragmented_model.local_digests()
             rewritten = {
                 name: digest
                 for name, digest in digests.items()
@@ -287,14 +287,14 @@ class Fit(FitState):
         """Records the model's values before epoch hooks run, if the user has any."""
         self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
-            self._epoch_digests = self.engine.rounds.local_digests()
+            self._epoch_digests = self.engine.fragmented_model.local_digests()
 
     def follow_model(self) -> bool:
         """Follows the changes that hooks made at the start of an epoch; returns whether the model
         must be wrapped again.
         """
         if self._is_between_epochs and self.engine is not None:
-            is_same = self.engine.rounds.cut_model.is_same()
+            is_same = self.engine.fragmented_model.cut_model.is_same()
             must_recut = self._any_rank(not is_same)
             self._recut_or_take(self.engine, must_recut)
         self._is_between_epochs = False
@@ -314,7 +314,7 @@ class Fit(FitState):
             self._take_rewritten()
             return
         # The fragments do not match parameters that hooks have reshaped.
-        for fragment in engine.rounds.fragments:
+        for fragment in engine.fragmented_model.fragments:
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
@@ -332,11 +332,11 @@ class Fit(FitState):
         if engine is None or engine.is_finished:
             save(*args, **kwargs)
             return
-        if self._is_between_epochs and waits and not engine.rounds.view.is_shown:
-            if self._any_rank(not engine.rounds.cut_model.is_same()):
+        if self._is_between_epochs and waits and not engine.fragmented_model.view.is_shown:
+            if self._any_rank(not engine.fragmented_model.cut_model.is_same()):
                 self._recut_or_take(engine, must_recut=True)
                 self._note_before_hooks()
-        elif engine.rounds.cut_model.new():
+        elif engine.fragmented_model.cut_model.new():
             _log.warning(
                 "This checkpoint is saved after parameters were replaced but before the model is"
                 " cut again, so a fit that resumes from it starts with the old parameters. Replace"
@@ -405,7 +405,7 @@ class Fit(FitState):
                 " the worker groups had joined. Set both before trainer.fit, or call it again."
             )
         self.requests.ask(self.signals.received)
-        if engine.rounds.due(engine.inner_steps + 1):
+        if engine.rounds.timetable.due(engine.inner_steps + 1):
             # This comes before the launch: groups that wait for this one must make the same launch,
             # and this group waits for its landing.
             self.groups.meet()
@@ -427,7 +427,7 @@ class Fit(FitState):
         """Chooses the open settings once enough inner steps have been timed."""
         options = self.options
         rounds = engine.rounds
-        first_launch = rounds.began_at + rounds.schedule.first_launch
+        first_launch = rounds.timetable.began_at + rounds.timetable.schedule.first_launch
         launch_in = first_launch - engine.inner_steps
         waited = engine.report()["exposed_wait_s"] if options.open else 0.0
         if not options.step(launch_in, waited):
@@ -506,7 +506,7 @@ class Fit(FitState):
         self._note(self.finish())
         self._log_last_row()
         if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
-            self.engine.rounds.view.keep_outer()
+            self.engine.fragmented_model.view.keep_outer()
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to completion, with the outer parameters in the module; returns the
@@ -517,7 +517,7 @@ class Fit(FitState):
         self.groups.meet()
         # Hooks at the end of the last epoch may have replaced parameters, with which all groups end
         # alike.
-        cut_model = self.engine.rounds.cut_model
+        cut_model = self.engine.fragmented_model.cut_model
         if not self.engine.is_finished and self._any_rank(bool(cut_model.new())):
             self._recut_or_take(self.engine, must_recut=True)
         landings = [*self._early, *self.engine.finish()]

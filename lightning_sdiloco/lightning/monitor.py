@@ -168,9 +168,9 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
     flights = [str(fragment) for fragment in engine.rounds.in_flight]
     if len(flights) > 3:
         flights = [*flights[:2], f"+{len(flights) - 2}"]
-    schedule = engine.rounds.schedule
-    steps = engine.inner_steps - engine.rounds.began_at
-    outer_step = str(engine.rounds.outer_steps)
+    schedule = engine.rounds.timetable.schedule
+    steps = engine.inner_steps - engine.rounds.timetable.began_at
+    outer_step = str(engine.fragmented_model.outer_steps)
     if schedule.is_dense(steps):
         outer_step = f"dense {schedule.launches_in(0, steps)[0]}"
     landing = engine.history.last_landing
@@ -616,7 +616,7 @@ class Announcement:
 
     def _advise_on_signals(self, seconds: float) -> None:
         """Warns if a signal would end the fit so late that a scheduler may kill it first."""
-        steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
+        steps = self._engine.rounds.timetable.longest_wait(self._engine.inner_steps)
         if self._environment is None or steps * seconds <= _LONG_SECONDS:
             return
         early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
@@ -668,15 +668,15 @@ def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: st
     sent = most if least == most else f"{least} to {most}"
     if settings.codec.traits.varies:
         sent = f"at most {most}"
-    rounds = engine.rounds
-    steps = engine.inner_steps - rounds.began_at
-    first_launch = next(step for step in count(steps + 1) if rounds.schedule.launches(step))
+    timetable = engine.rounds.timetable
+    steps = engine.inner_steps - timetable.began_at
+    first_launch = next(step for step in count(steps + 1) if timetable.schedule.launches(step))
     return (
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
         f" {_counted(topology.group_size, 'rank')}, {_counted(len(engine.fragments), 'fragment')},"
         f" sync_every={settings.sync_every}{reason}, overlap_steps={settings.overlap_steps},"
         f" {_outer_settings(engine)}; each rank sends {sent} a fragment; the first launch follows"
-        f" inner step {rounds.began_at + first_launch}."
+        f" inner step {timetable.began_at + first_launch}."
     )
 
 
@@ -691,10 +691,10 @@ def _outer_settings(engine: StreamingDiLoCo) -> str:
     for name, setting in engine.rounds.settings.numbers_and_policies.items():
         text = setting if isinstance(setting, str) else format(setting, "g")
         parts.append(f"{name}={text}")
-    if any(fragment.matrices.stacks for fragment in engine.rounds.fragments):
+    if any(fragment.matrices.stacks for fragment in engine.fragmented_model.fragments):
         parts.append(f"direction={outer.described()['outer_optimizer.direction']}")
     if outer.make is not None:
-        parts.append(f"outer_optimizer={engine.rounds.outer_optimizer.summary}")
+        parts.append(f"outer_optimizer={engine.fragmented_model.outer_optimizer.summary}")
     return ", ".join(parts)
 
 

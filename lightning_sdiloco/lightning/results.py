@@ -158,7 +158,7 @@ class LauncherMixin(_Base):
         if engine is not None and engine.is_finished:
             summary = (
                 engine.fragments,
-                engine.rounds.schedule,
+                engine.rounds.timetable.schedule,
                 engine.outer_state_dict(),
                 engine.report(),
             )

@@ -443,7 +443,7 @@ def test_a_paced_group_at_half_speed_trains_and_weighs_half_as_much() -> None:
     assert [paced.trained(3, step) for step in range(2)] == [0, batch]
     engines = trained(paced, 40).engines
     assert [engine.inner_steps for engine in engines] == [40] * 4
-    weights = [engine.rounds.fragments[0].weight for engine in engines]
+    weights = [engine.fragmented_model.fragments[0].weight for engine in engines]
     assert weights[3] == pytest.approx(weights[0] / 2, abs=1)
 
 

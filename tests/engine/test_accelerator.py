@@ -345,7 +345,7 @@ def peaks_of(layers: int, choices: dict[str, Any], direction: Direction) -> dict
     group_mean = peaks.measure("mean", peaks.mean)
     allocated = pretend.memory_allocated()
     pretend.reset_peak_memory_stats()
-    assert device_types(peaks.engine.rounds.view.named(group_mean).values()) == {"cpu"}
+    assert device_types(peaks.engine.fragmented_model.view.named(group_mean).values()) == {"cpu"}
     # A mean that lies on the host is named there, without a copy on the device.
     assert pretend.max_memory_allocated() == allocated
     peaks.measure("end", peaks.engine.finish)

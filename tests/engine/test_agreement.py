@@ -206,12 +206,12 @@ def test_the_group_mean_is_the_plain_mean_of_local_values_whatever_is_shown(
     mean = floating(shown(run, 1))
     assert_plain_mean(mean, run.models)
     for engine in run.engines:
-        engine.rounds.view.show()
+        engine.fragmented_model.view.show()
     outer = copied(model.state_dict())
     mean_while_outer_is_shown = run.groups.group_mean()
     assert unlike(copied(model.state_dict()), outer) == []
     for engine in run.engines:
-        engine.rounds.view.show_local()
+        engine.fragmented_model.view.show_local()
     with run.engines[0].evaluate(mean_while_outer_is_shown):
         assert unlike(floating(model.state_dict()), mean) == []
     run.until(3)

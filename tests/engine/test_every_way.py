@@ -304,8 +304,8 @@ def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(
     saved = [[through_a_file(engine.state_dict())] for engine in run.engines]
     restart = restart_from(saved, Settings(**run.choices))
     engine = run.engines[0]
-    assert "dense" not in name or engine.rounds.schedule.is_dense(run.steps)
-    run.until(run.steps + engine.rounds.schedule.overlap_of(run.steps))
+    assert "dense" not in name or engine.rounds.timetable.schedule.is_dense(run.steps)
+    run.until(run.steps + engine.rounds.timetable.schedule.overlap_of(run.steps))
     # Since a group is missing, the flights that began meanwhile are left out.
     landed = restart_from([[engine.state_dict()], [None]], Settings())
     assert restart.counts["flights_dropped"] == 0
@@ -341,7 +341,7 @@ def saved_by_an_older_version(warmup_steps: int) -> Any:
 
 def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_before() -> None:
     resumed = Groups(**SHORT).load(saved_by_an_older_version(warmup_steps=3))
-    assert [engine.rounds.schedule.dense for engine in resumed.engines] == [None, None]
+    assert [engine.rounds.timetable.schedule.dense for engine in resumed.engines] == [None, None]
     landed_at = [step for step in range(4, 20) if resumed.step()]
     assert landed_at[0] == 3 + 8 + 5, "rounds are counted from the end of the warm-up"
     assert_refused(
@@ -516,7 +516,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
 
 
 def assert_restarted(engine: StreamingDiLoCo) -> None:
-    assert (engine.inner_steps, engine.rounds.began_at) == (20, 20)
+    assert (engine.inner_steps, engine.rounds.timetable.began_at) == (20, 20)
     for fragment in outer_state(engine):
         assert fragment["memory"] is None, "values that waited are forgotten"
 
@@ -705,7 +705,7 @@ def with_recuts(rank: int, world_size: int) -> Values:
     model[6].requires_grad_(False)
     model[7] = nn.BatchNorm1d(3)
     model[7].running_mean.fill_(float(rank))
-    assert not engine.rounds.cut_model.is_same()
+    assert not engine.fragmented_model.cut_model.is_same()
     flights = len(engine.rounds.in_flight)
     assert flights
     landings = run.landings + engine.recut()
@@ -713,7 +713,7 @@ def with_recuts(rank: int, world_size: int) -> Values:
     assert_state_after_recut(engine)
     run.landings = []
     run.until(27)
-    steps_in_rounds = engine.inner_steps - engine.rounds.began_at
+    steps_in_rounds = engine.inner_steps - engine.rounds.timetable.began_at
     assert (steps_in_rounds, engine.rounds.in_flight) == (7, ()), "a round begins anew"
     run.until(39)
     assert_rates_go_on(landings, run.landings, len(engine.fragments))

@@ -92,12 +92,12 @@ def change(run: Groups, how: Callable[[Net], None]) -> None:
         torch.manual_seed(100 + index + run.place)
         how(model)
         run.optimizers[index] = inner_optimizer("sgd", model)
-    assert not any(engine.rounds.cut_model.is_same() for engine in run.engines)
+    assert not any(engine.fragmented_model.cut_model.is_same() for engine in run.engines)
     if hasattr(run, "groups"):
         run.landings += run.groups.recut([[optimizer] for optimizer in run.optimizers])[0]
     else:
         run.landings += run.engines[0].recut(run.optimizers)
-    assert all(engine.rounds.cut_model.is_same() for engine in run.engines)
+    assert all(engine.fragmented_model.cut_model.is_same() for engine in run.engines)
 
 
 def after(steps: int, **choices: Any) -> Groups:
@@ -142,7 +142,7 @@ def test_groups_train_on_alike_after_a_change_of_the_model_with_flights_in_fligh
     assert words in "".join(log)
     run.until(23)
     for engine in run.engines:
-        assert all(fragment.outer.rounds for fragment in engine.rounds.fragments)
+        assert all(fragment.outer.rounds for fragment in engine.fragmented_model.fragments)
     outer, outer_of_group_1 = (engine.outer_state_dict() for engine in run.engines)
     assert unlike(outer, outer_of_group_1) == []
     assert shapes(outer) == shapes(trainable(run.models[0]))
@@ -186,13 +186,15 @@ def test_real_groups_of_one_and_of_two_ranks_end_alike_after_changes(ranks: int,
 def test_a_copy_starts_from_group_0_without_momentum_and_the_rest_goes_on() -> None:
     run = after(10)
     engine = run.engines[0]
-    began_at = engine.rounds.began_at
+    began_at = engine.rounds.timetable.began_at
     change(run, replace_copy)
     expected = starting_with("copy.", copied(run.models[0].named_parameters()))
     for model, engine_of_group in zip(run.models, run.engines, strict=True):
         assert unlike(starting_with("copy.", engine_of_group.outer_state_dict()), expected) == []
         assert unlike(starting_with("copy.", copied(model.named_parameters())), expected) == []
-    assert engine.rounds.began_at == began_at, "the fragments are the same, so the rounds continue"
+    assert engine.rounds.timetable.began_at == began_at, (
+        "the fragments are the same, so the rounds continue"
+    )
     with_momentum = momentum(engine)
     assert not starting_with("copy.", with_momentum)
     assert starting_with("body.", with_momentum).keys() == {
@@ -211,7 +213,7 @@ def test_a_layer_that_is_inserted_leaves_momentum_with_those_that_it_renames() -
     assert "body.2.weight" not in now
     renamed = copied(run.models[1].body[3].named_parameters())
     assert unlike(renamed, local) == [], "each group keeps its progress"
-    assert run.engines[0].rounds.began_at == run.engines[0].inner_steps, (
+    assert run.engines[0].rounds.timetable.began_at == run.engines[0].inner_steps, (
         "rounds restart with other fragments"
     )
 
@@ -244,7 +246,7 @@ def test_data_of_a_parameter_may_be_replaced_at_any_time() -> None:
     for _ in range(13):
         plain.step()
         rebound.step(then=rebind)
-        assert rebound.engines[0].rounds.cut_model.is_same()
+        assert rebound.engines[0].fragmented_model.cut_model.is_same()
     assert unlike(rebound.seen(), plain.seen()) == []
 
 
@@ -365,10 +367,10 @@ def assign(net: Net) -> None:
 def test_a_model_all_of_whose_parameters_are_replaced_keeps_the_rate_of_its_round() -> None:
     run = after(10)
     engine = run.engines[0]
-    round_before = engine.rounds.outer_steps
+    round_before = engine.fragmented_model.outer_steps
     assert round_before
     change(run, assign)
-    assert engine.rounds.outer_steps == round_before
+    assert engine.fragmented_model.outer_steps == round_before
     assert engine.has_landed
 
 

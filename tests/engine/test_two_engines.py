@@ -182,9 +182,9 @@ def received_in_unlike_order(rank: int, world_size: int) -> list[Values]:
         model[1].signs.fill_(10 * rank + number)
     received = {}
     with ThreadPoolExecutor() as threads:
-        received[rank] = threads.submit(engines[rank].rounds.view.first_own)
+        received[rank] = threads.submit(engines[rank].fragmented_model.view.first_own)
         time.sleep(0.5)
-        received[1 - rank] = threads.submit(engines[1 - rank].rounds.view.first_own)
+        received[1 - rank] = threads.submit(engines[1 - rank].fragmented_model.view.first_own)
     return [received[number].result() for number in range(2)]
 
 

@@ -377,7 +377,7 @@ def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_
     run = Run().until(14)
     teachers = values(run, "teacher.0.weight")
     assert not torch.equal(*teachers)
-    assert all(engine.rounds.view.own_moved for engine in run.groups.engines)
+    assert all(engine.fragmented_model.view.own_moved for engine in run.groups.engines)
     mean = run.groups.group_mean()
     assert_equal(shown_values(run, "teacher.0.weight", mean), [teachers[0], teachers[0]])
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[1])
@@ -424,7 +424,7 @@ def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(
     moved_by_step = []
     for step in range(1, 15):
         run.until(step)
-        moved = {engine.rounds.view.own_moved for engine in run.groups.engines}
+        moved = {engine.fragmented_model.view.own_moved for engine in run.groups.engines}
         assert len(moved) == 1
         moved_by_step += moved
     assert not moved_by_step[0]
@@ -543,7 +543,7 @@ def stages(joined: WorkerGroups, path: Path, resumes: bool) -> Stages:
         engine.step()
         if step == 9:
             engine.save(path)
-    view = engine.rounds.view
+    view = engine.fragmented_model.view
     with view.shown(own=view.first_own()):
         shown = copied(model.state_dict())
     local = copied(model.state_dict())
@@ -589,7 +589,7 @@ def rebound_queue(rank: int, values: Tensor) -> Tensor:
         train_step(model, optimizer, rank, step)
         model.queue = values.clone() if rank else torch.full((2,), 1.0)
         engine.step()
-    view = engine.rounds.view
+    view = engine.fragmented_model.view
     with view.shown(own=view.first_own()):
         pass
     engine.finish()

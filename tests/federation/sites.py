@@ -158,7 +158,7 @@ class Site:
         self.inner_step = None
 
     def outer(self) -> list[Tensor]:
-        return [fragment.outer.values for fragment in self.engine.rounds.fragments]
+        return [fragment.outer.values for fragment in self.engine.fragmented_model.fragments]
 
     def local(self) -> Tensor:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach()
@@ -316,7 +316,7 @@ def outer_parameters(site: Sequence[Site]) -> dict[str, Tensor]:
     first = site[0]
     by_record = {}
     for index, progress in enumerate(first.fragments):
-        layout = first.engine.rounds.fragments[index].layout
+        layout = first.engine.fragmented_model.fragments[index].layout
         size = sum(parameter.numel() for parameter in layout.parameters)
         shards = [rank.outer()[index] for rank in site]
         by_record[f"{index} {progress.applied}"] = torch.cat(shards)[:size]
@@ -325,7 +325,7 @@ def outer_parameters(site: Sequence[Site]) -> dict[str, Tensor]:
 
 def untrained_of(rank: Site) -> list[Tensor]:
     """The outer values of the first fragment that are not trained, such as running statistics."""
-    return rank.engine.rounds.fragments[0].untrained.outer
+    return rank.engine.fragmented_model.fragments[0].untrained.outer
 
 
 # Makes an inner step, given the number of the site and that of the step.

@@ -73,7 +73,7 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         groups, net=lambda _: mlp(), fragments="strided:1", exchange="gather", **CHOICES, **choices
     )
     run.until(45)
-    outer = [fragment.outer.values for fragment in run.engines[0].rounds.fragments]
+    outer = [fragment.outer.values for fragment in run.engines[0].fragmented_model.fragments]
     local = nn.utils.parameters_to_vector(run.models[0].parameters()).detach()
     return [*outer, local]
 
@@ -1068,7 +1068,7 @@ def first_payload_bytes(rank: Site) -> int:
 def outer_states(rank: Site) -> list[dict[str, Any]]:
     return [
         {**fragment.outer.state, "memory": fragment.memory, "tuning": fragment.tuning}
-        for fragment in rank.engine.rounds.fragments
+        for fragment in rank.engine.fragmented_model.fragments
     ]
 
 
@@ -1200,9 +1200,9 @@ def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> No
     first_round, last_round = map(exact_contributions, ranks[0].hub.records(0))
     assert (first_round, last_round) == ([False] * 3, [True] * 3)
     # So does a site that comes after it, and is given a state.
-    donor = ranks[-1].engine.rounds.fragments[0]
+    donor = ranks[-1].engine.fragmented_model.fragments[0]
     state = to_part(donor, [donor.outer.state_dict()])
-    taken = from_part(ranks[0].engine.rounds.fragments[0], state)
+    taken = from_part(ranks[0].engine.fragmented_model.fragments[0], state)
     assert equal([taken.of_first["0.teacher.weight"]], launched)
 
 
@@ -1296,7 +1296,7 @@ def test_float32_payloads_are_read_as_such_beside_compressed_ones() -> None:
     still.connection.contribute = send
     still.hub.coordinator.end()
     other.train()
-    fragment = other.engine.rounds.fragments[0]
+    fragment = other.engine.fragmented_model.fragments[0]
     mean = (fragment.outer.values + fragment.layout.read()) / 2
     for sent in unsent:
         send(*sent)

@@ -629,7 +629,7 @@ def test_the_model_validated_at_an_epochs_end_is_in_the_checkpoint_that_follows(
     def look(trainer: Any, module: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
         if engine is not None and not engine.is_finished:
-            sees_mean.append(engine.inner_steps < engine.rounds.schedule.first_round)
+            sees_mean.append(engine.inner_steps < engine.rounds.timetable.schedule.first_round)
 
     model = Seen(rank)
     fit(

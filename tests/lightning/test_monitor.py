@@ -202,7 +202,7 @@ def test_diagnostics_are_those_of_a_direct_computation() -> None:
     for step in range(1, 9):
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
-        if 1 in groups.engines[0].rounds.schedule.launches(step):
+        if 1 in groups.engines[0].rounds.timetable.schedule.launches(step):
             launches[step] = launch_of(groups, models)
         for group, landings in enumerate(groups.step()):
             for landed in landings:

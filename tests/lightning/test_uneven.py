@@ -688,7 +688,7 @@ def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less(rank: int) ->
     def note_weight(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch is None:
             left_out.append(batch_idx)
-        weights.append(self.trainer.strategy.engine.rounds.fragments[0].weight)
+        weights.append(self.trainer.strategy.engine.fragmented_model.fragments[0].weight)
 
     def load(place: Place) -> Any:
         """Of every other step, one rank of the second group leaves out all that it may."""

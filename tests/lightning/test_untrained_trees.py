@@ -212,7 +212,7 @@ def in_plain_loop(run: Run) -> Fingerprints:
         engine.step()
         if step % VALIDATES_EVERY == 0:
             mean = None if engine.has_landed else engine.group_mean()
-            view = engine.rounds.view
+            view = engine.fragmented_model.view
             with view.shown(mean, own=view.first_own()):
                 run.note_shown(step)
     if run.is_saved:

@@ -291,7 +291,7 @@ class RecorderMixin(_Callback):
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
         """Records what is launched after the next inner step, which a pace decides during the run."""
         next_step = engine.inner_steps + 1
-        due = engine.rounds.due(next_step)
+        due = engine.rounds.timetable.due(next_step)
         if due:
             self.group.launches[next_step] = due
 

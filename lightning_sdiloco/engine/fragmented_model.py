@@ -1,0 +1,215 @@
+"""A model that is cut into fragments: their records, the parameters that belong to them, and the
+view of the outer model.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.fragments import FragmentState, fragments_of
+from lightning_sdiloco.engine.inner_optimizers import InnerOptimizers, on_all_ranks
+from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
+from lightning_sdiloco.engine.outer_view import OuterView
+from lightning_sdiloco.engine.recut import Recut, follow_in_optimizers, say_what_is_cut_again
+from lightning_sdiloco.engine.shards import (
+    CutModel,
+    digest,
+    is_sharded,
+    local,
+    trainable,
+)
+from lightning_sdiloco.engine.start import (
+    broadcast,
+    cut,
+    named_outer,
+    require_same_model,
+    start_from,
+)
+from lightning_sdiloco.memory import SparePages
+
+# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits
+# to land.
+_KEPT_BYTES = 12
+
+
+class FragmentedModel:
+    """Holds a model and the records of its fragments, and cuts it again after it has changed.
+
+    Attributes:
+        model: The model, which the inner optimizers train.
+        storage: Where outer state rests.
+        inner: The inner optimizers.
+        partition: How the model is cut. `cut` sets it, as it does ``cut_model`` and ``view``.
+        fragments: The record of each fragment.
+        cut_model: The parameters and modules that the model had when it was cut.
+        view: Shows the outer model.
+        recut: The new cut on which the groups are about to agree.
+        spare: Keeps the memory of a flight that has landed for the next one. None once no flight
+            comes.
+    """
+
+    partition: tuple[Fragment, ...]
+    cut_model: CutModel
+    view: OuterView
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Sequence[Fragment],
+        settings: Settings,
+        topology: Topology,
+        storage: OuterStorage,
+        inner: InnerOptimizers,
+    ) -> None:
+        self.model = model
+        self.storage = storage
+        self.inner = inner
+        self.fragments: list[FragmentState] = []
+        self.recut: Recut | None = None
+        self.spare: SparePages | None = None
+        self._topology = topology
+        self.cut(partition, settings)
+
+    def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
+        """Takes the model as it is for the outer one, cut into these fragments."""
+        self.partition = tuple(partition)
+        self.fragments = fragments_of(
+            self.model, partition, settings, self._topology, self.storage, self.fragments
+        )
+        longest = max(fragment.layout.length for fragment in self.fragments)
+        is_on_host = self.storage.device.type == "cpu"
+        self.spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
+        self.cut_model = CutModel(self.model)
+        self._watch_copies()
+
+    def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
+        """Takes other inner optimizers, which may keep other copies of the weights."""
+        if list(inner_optimizers) != list(self.inner.optimizers):
+            self.inner = InnerOptimizers(inner_optimizers)
+            self._watch_copies()
+
+    def _watch_copies(self) -> None:
+        copies = self.inner.copies
+        copies.watch(trainable(self.model))
+        for fragment in self.fragments:
+            fragment.layout.copies_of = copies.of
+        self.view = OuterView(self.model, self.fragments, self._topology, self.storage, copies)
+
+    @property
+    def outer_optimizer(self) -> ShardOptimizer:
+        """The optimizer that steps the shards of all fragments."""
+        return self.fragments[0].optimizer
+
+    @property
+    def outer_steps(self) -> int:
+        """How many outer steps the first fragment has made; those of a dense beginning count as
+        one.
+        """
+        return self.fragments[0].outer.rounds
+
+    def local_digests(self) -> dict[str, int]:
+        """Returns a digest of what this rank holds of each parameter, by name."""
+        digests: dict[str, int] = {}
+        for fragment in self.fragments:
+            layout = fragment.layout
+            for name, parameter in zip(layout.names, layout.parameters, strict=True):
+                # One that was reshaped since the cut is another parameter.
+                if self.cut_model.former_name(parameter) is not None:
+                    digests[name] = digest(local(parameter))
+        return digests
+
+    def recover(self, landed: int, *, is_ending: bool = False) -> None:
+        """Takes the outer values wherever this group's are not finite, after a landing. In-group
+        collective.
+        """
+        self.cut_model.reshard()
+        in_group = self._topology.in_group
+        is_finite = on_all_ranks([f.layout.is_finite() for f in self.fragments], in_group)
+        for fragment in self.fragments:
+            if fragment.index == landed:
+                fragment.untrained.recover()
+                self.inner.recover(fragment.layout.parameters, in_group)
+            elif not is_finite[fragment.index]:
+                if is_ending:
+                    fragment.keep_local()
+                fragment.write_outer(in_group, stays=True)
+                self.inner.recover(fragment.layout.parameters, in_group)
+
+    # The model is cut again
+
+    def cut_for_recut(self, settings: Settings) -> tuple[Fragment, ...]:
+        """Cuts the model as it is now, and lets go of what the fragments no longer hold. Refuses
+        what cannot be cut again.
+        """
+        if self.view.is_shown:
+            raise RuntimeError(
+                "recut() was called while the outer model is shown. Call recut() outside"
+                " evaluate()."
+            )
+        if not settings.shares:
+            raise ValueError(
+                "Parameters were frozen, became trainable or were replaced since training began."
+                f" route={settings.route!r} cannot follow: groups hold their own outer"
+                " parameters, and a frozen one would stay different. Choose what is trainable"
+                " before training, and train in several fits."
+            )
+        for fragment in self.fragments:
+            if any(map(is_sharded, fragment.layout.parameters)):
+                raise ValueError(
+                    "Parameters were frozen, became trainable or were replaced since training"
+                    " began. FSDP2 cannot follow: new ones would not be trained. Choose what is"
+                    " trainable in configure_model, and train in several fits."
+                )
+        require_same_model(self.model, self._topology.world)
+        partition = cut(self.model, settings).fragments
+        self.cut_model.require_devices()
+        for fragment in self.fragments:
+            fragment.let_go()
+        return partition
+
+    def begin_recut(self, partition: tuple[Fragment, ...], settings: Settings) -> None:
+        """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
+        In-group collective.
+        """
+        self.cut_model.reshard()
+        outer = named_outer(self.fragments, self._topology.in_group)
+        self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, settings)
+
+    def end_recut(self, recut: Recut, settings: Settings) -> None:
+        """Takes the new cut on which all ranks have agreed, with the outer state that remains.
+        In-group collective.
+
+        If the fragments are the same, for instance because a submodule was replaced by a copy,
+        error feedback remains where a fragment has its parameters still.
+        """
+        frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
+        for fragment in self.fragments:
+            fragment.layout.write_named(frozen)
+        for tensor in recut.new.values():
+            broadcast(tensor, self._topology)
+        is_first_rank = self._topology.rank == 0
+        before = self.fragments
+        restarts = recut.fragments != self.partition
+        if is_first_rank:
+            say_what_is_cut_again(recut, self.cut_model, restarts=restarts)
+        self.inner.copies.renew(recut.new)
+        optimizers = self.inner.optimizers
+        follow_in_optimizers(recut, self.cut_model, optimizers, says=is_first_rank)
+        self.recut = None
+        self.cut(recut.fragments, settings)
+        for fragment in self.fragments:
+            fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
+        start_from(self.fragments, recut.outer, self._topology.in_group)
+        if restarts:
+            return
+        for fragment, former in zip(self.fragments, before, strict=True):
+            fragment.weight = former.weight
+            parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
+            if all(parameter is former_parameter for parameter, former_parameter in parameters):
+                fragment.memory = former.memory
+                fragment.tuning = former.tuning
+                fragment.residual = former.residual
