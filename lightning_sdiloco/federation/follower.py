@@ -241,11 +241,15 @@ class Progress:
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
         """Takes in the position of a hub, which sends all records after the applied one again.
-        Those that were heard of another hub, and have not landed, may not have happened in its run.
+        Those that were heard before, and have not landed, may not have happened in its run: they
+        are of another hub, or were rolled back.
         """
-        last_record = self.records.get(closed.round)
-        if last_record is None or last_record.position != closed:
-            self.records = {}
+        is_same_run = closed in [record.position for record in self.records.values()]
+        self.records = {
+            round: record
+            for round, record in self.records.items()
+            if is_same_run and round <= closed.round
+        }
         self.lacking = set()
         self.closed = max(self.applied.round, closed.round)
         self.kept_from = kept_from
@@ -533,9 +537,7 @@ class Follower:
         )
 
     def hear(self, call: Call) -> None:
-        progress = self.fragments[call.fragment]
-        if progress.call is None or call.round >= progress.call.round:
-            progress.call = call
+        self.fragments[call.fragment].call = call
 
     def learn(self, record: Record, has_payloads: bool = True) -> None:
         """Learns of a record, with its payloads or without."""

@@ -36,6 +36,7 @@ from lightning_sdiloco.federation.messages import (
     StateOffered,
     StateWanted,
     Waiting,
+    Welcome,
     Welcomed,
     read_event,
 )
@@ -139,29 +140,35 @@ class RecordQueue:
     Attributes:
         applied: The last round of every fragment that has landed; None without a state.
         kept_from: The first round of every fragment whose payloads the hub keeps.
-        fetching: Keys of records whose payloads are being fetched.
+        fetching: Records whose payloads are being fetched, by key.
     """
 
     def __init__(self) -> None:
         self.applied: Sequence[int | None] = ()
         self.kept_from: Sequence[int] = ()
-        self.fetching: set[str] = set()
+        self.fetching: dict[str, Record] = {}
         self._waiting: list[Record] = []
 
     def add(self, record: Record) -> None:
-        if record.key not in self.fetching and not self._is_applied(record):
+        if record.key not in self.fetching:
             self._waiting.append(record)
 
-    def welcome(self, kept_from: Sequence[int]) -> None:
-        """Starts over: after a welcome, the hub sends all records again."""
-        self.kept_from = kept_from
+    def welcome(self, welcome: Welcome) -> None:
+        """Starts over: after a welcome, the hub sends all records again, except those that were
+        rolled back.
+        """
+        self.kept_from = welcome.kept
         self._waiting.clear()
+        for key, record in list(self.fetching.items()):
+            if record.round > welcome.closed[record.fragment].round:
+                del self.fetching[key]
 
     def take(self, room: int) -> list[Record]:
         """Returns the records to fetch now, up to a limit."""
         waiting = [record for record in self._waiting if not self._is_applied(record)]
         taken = [record for record in waiting if self.is_useful(record)][:room]
-        self.fetching.update(record.key for record in taken)
+        for record in taken:
+            self.fetching[record.key] = record
         self._waiting = [record for record in waiting if record.key not in self.fetching]
         return taken
 
@@ -539,9 +546,8 @@ class HubConnection:
                 if early.fragment == record.fragment and early.round <= record.round:
                     del self._early[key]
             # A record of an earlier connection comes again, or did not happen in a run that was
-            # founded again.
-            if self._rank or record.key in self.records.fetching:
-                self.records.fetching.discard(record.key)
+            # founded again or rolled back.
+            if self.records.fetching.pop(record.key, None) or self._rank:
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
@@ -665,7 +671,7 @@ class HubConnection:
             self._let_in = True
             self._asking = False
             self._ask_at = float("-inf")
-            self.records.welcome(event.welcome.kept)
+            self.records.welcome(event.welcome)
             outstanding = self._outbox.contributions()
         self._put(event)
         pending_retries = self._nudge

@@ -206,6 +206,9 @@ class SharedConnection:
         events = list[SiteEvent]()
         for kind, fields in plain_events:
             event: SiteEvent = read(SITE_EVENTS[kind], fields, kind.lower())
+            if isinstance(event, Welcomed):
+                # The hub sends all records again, except those that were rolled back.
+                self._fetching.clear()
             if isinstance(event, Called) and event.own and not self._leads:
                 self.hub.prefetch(event.own)
             if not isinstance(event, Recorded):

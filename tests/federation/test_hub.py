@@ -34,8 +34,12 @@ from lightning_sdiloco.federation.messages import (
     Event,
     Lost,
     Payload,
+    Position,
     Record,
     Recorded,
+    Welcome,
+    Welcomed,
+    event_of,
 )
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY
@@ -482,8 +486,21 @@ def fetched_records(events: Sequence[Any]) -> list[Record]:
     return [event.record for event in recorded if event.blobs is not None]
 
 
-def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only(
-    world: World,
+START_AGAIN = (Position.start(run_config(TERMS).key),) * TERMS.fragments
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(Event("lost", {"why": "a cut", "kind": "HubUnreachable"}), id="lost"),
+        pytest.param(
+            event_of(Welcomed(Welcome(START_AGAIN, (1, 1), rolled_back=True), None)),
+            id="rolled_back",
+        ),
+    ],
+)
+def test_a_fetch_begun_before_a_cut_or_a_rollback_is_reported_only_if_begun_again(
+    world: World, event: Event
 ) -> None:
     connection: Any = world.found_run("a", rounds=2).connection
     until(lambda: not connection.records.fetching and not connection.events())
@@ -506,7 +523,7 @@ def test_a_fetch_begun_by_an_earlier_connection_is_reported_by_the_next_one_only
     with patch.object(connection._client, "get_small", get_slowly):
         connection.records.applied = [0, 0]
         begin_fetch()
-        connection.hear(Event("lost", {"why": "the link is cut", "kind": "HubUnreachable"}))
+        connection.hear(event)
         released.set()
         time.sleep(0.5)
         assert record not in fetched_records(connection.events())

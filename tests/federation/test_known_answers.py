@@ -33,6 +33,7 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.quorum import All, built_in, chosen, imported
+from lightning_sdiloco.federation.remote import RecordQueue
 from lightning_sdiloco.federation.run_config import (
     RETENTION,
     SNAPSHOT_EVERY,
@@ -836,6 +837,45 @@ def test_records_of_another_hub_that_have_not_landed_are_forgotten() -> None:
     assert follower.due(0) == [second], "this hub has it"
     welcome(follower, first)
     assert follower.lag == 0, "this hub has no second round"
+
+
+def test_only_the_records_that_a_rollback_has_dropped_are_forgotten() -> None:
+    first, second, third, *_ = RECORDS
+    follower = follower_of()
+    for closed in (first, second, third):
+        follower.learn(closed)
+    welcome(follower, second, rolled_back=True)
+    learn_and_land(follower, [first])
+    assert follower.due(0) == [second]
+    learn_and_land(follower, [second])
+    assert follower.due(0) == [], "the third round is open again"
+    new_third = record(3, B, previous=second.key)
+    follower.learn(new_third)
+    assert follower.due(0) == [new_third]
+
+
+def test_fetches_go_on_through_a_welcome_except_of_records_that_were_rolled_back() -> None:
+    first, second, *_ = RECORDS
+    queue = RecordQueue()
+    for closed in (first, second):
+        queue.add(closed)
+    assert queue.take(room=2) == [first, second]
+    queue.welcome(Welcome((first.position,), (1,), rolled_back=True))
+    assert queue.fetching.keys() == {first.key}
+    new_second = record(2, B, previous=first.key)
+    for closed in (first, new_second):
+        queue.add(closed)
+    assert queue.take(room=2) == [new_second]
+
+
+def test_a_call_is_answered_although_a_later_round_was_called_before_a_rollback() -> None:
+    first, *_ = RECORDS
+    follower = follower_of(8)
+    learn_and_land(follower, [first])
+    follower.hear(Call(0, 4))
+    welcome(follower, first, rolled_back=True)
+    follower.hear(Call(0, 2))
+    assert follower.launches(8) == [0]
 
 
 def test_a_site_whose_hub_has_lost_payloads_asks_for_a_state_and_gives_its_own_again() -> None:

@@ -6,7 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,22 @@ from lightning_sdiloco import (
     OuterOptimizer,
     Weighing,
 )
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.codec import plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import add_keys, init_keys
-from lightning_sdiloco.federation.messages import Event, Record, Recorded
+from lightning_sdiloco.federation.messages import (
+    Event,
+    Position,
+    Record,
+    Recorded,
+    Welcome,
+    Welcomed,
+)
 from lightning_sdiloco.federation.run_config import Terms
-from lightning_sdiloco.federation.site import from_part, to_part
+from lightning_sdiloco.federation.site import SharedConnection, from_part, to_part
 from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
 from lightning_sdiloco.federation.wire import NoSpace
 from tests.engine.groups import Groups
@@ -56,6 +64,7 @@ from tests.federation.sites import (
     train_ranked,
     untrained_of,
 )
+from tests.federation.test_known_answers import RECORDS, RUN_CONFIG
 from tests.methods import ByNorm, DelayedNesterov
 from tests.training import batch, mlp, train_step
 
@@ -456,6 +465,30 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
         progress = rank.fragments[0]
         assert (progress.applied.round, progress.samples) == (1, 10)
     assert torch.equal(again[0].local(), again[1].local())
+
+
+def test_ranks_forget_a_record_that_is_rolled_back_while_one_of_them_fetches_it() -> None:
+    hubs = [Mock(now=lambda: 0.0) for _ in range(2)]
+
+    def connected(topology: Topology) -> SharedConnection:
+        return SharedConnection(topology, lambda rank, *_: hubs[rank])
+
+    def heard(*events_of_ranks: list[Any]) -> list[Any]:
+        for hub, events in zip(hubs, events_of_ranks, strict=True):
+            hub.events.return_value = events
+        of_first, of_second = at_once(lambda connection: connection.hear().events, connections)
+        assert of_first == of_second
+        return of_first
+
+    connections = at_once(connected, topologies(2))
+    first = Recorded(RECORDS[0], {})
+    new_first = Recorded(replace(RECORDS[0], final=True), {})
+    rollback = Welcomed(Welcome((Position.start(RUN_CONFIG),), (1,), rolled_back=True), None)
+    assert heard([first], []) == []
+    assert heard([rollback], []) == [rollback]
+    assert heard([], [first]) == []
+    assert heard([new_first], []) == []
+    assert heard([], [new_first]) == [new_first]
 
 
 # Late and slow sites, and their log

@@ -15,7 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 from operator import attrgetter
@@ -58,8 +58,10 @@ from lightning_sdiloco.federation.messages import (
     StateOffered,
     Waiting,
     Welcome,
+    Welcomed,
     read_event,
 )
+from lightning_sdiloco.federation.remote import RecordQueue
 from lightning_sdiloco.federation.run_config import ChosenQuorum, RunConfig, Terms
 from lightning_sdiloco.federation.store import LedgerError
 from lightning_sdiloco.federation.wire import Altered, HubError, Missing
@@ -250,6 +252,8 @@ class Life:
     is_long: bool = False
     # Since when it lacks payloads that the hub should have.
     lacks_since: float | None = None
+    # The records whose payloads are on their way.
+    records: RecordQueue = field(default_factory=RecordQueue)
 
 
 def copied(checkpoint: Any) -> Any:
@@ -389,6 +393,8 @@ class Site(ScriptedSite, Process):
             return
         self.life.heard_at = self.world.now
         if events[0].kind == "Welcomed":
+            if self.life.welcomed_by is not hub:
+                self.life.records.fetching.clear()
             self.life.welcomed_by = hub
         if self.life.welcomed_by is not hub and events[0].kind not in ("refused", "heard"):
             return
@@ -414,8 +420,11 @@ class Site(ScriptedSite, Process):
         if event.kind in ("refused", "heard"):
             return
         message: Any = event.event if isinstance(event, Passed) else read_event(event)
+        if isinstance(message, Welcomed):
+            self.life.records.welcome(message.welcome)
         if isinstance(message, Recorded):
             # Records are handled in the order in which their payloads come.
+            self.life.records.fetching[message.record.key] = message.record
             world = self.world
             world.within(0.0, 0.05, self.receive_record, self.life.incarnation, message)
             return
@@ -431,6 +440,9 @@ class Site(ScriptedSite, Process):
             return
         if self.stopped:
             self.world.within(0.0, 0.05, self.receive_record, incarnation, recorded)
+            return
+        if self.life.records.fetching.pop(recorded.record.key, None) is None:
+            # It has come twice, or was rolled back.
             return
         try:
             self.handle(self.with_payloads(recorded))
@@ -1433,7 +1445,7 @@ class Faults:
         of a round.
         """
         world = self.world
-        keys = [key for key in world.newest_payloads() if key in world.disk.blobs]
+        keys = [key for key in dict.fromkeys(world.newest_payloads()) if key in world.disk.blobs]
         for key in keys if self.fault.amount < 0.5 else keys[:1]:
             if self.fault.seconds < 0.6:
                 world.disk.blobs[key] = world.flipped(world.disk.blobs[key])
@@ -1512,6 +1524,9 @@ class Judge:
             is_kept = opened is not None and opened.contributions.get(site) == contribution
             where = f"round {contribution.round} of {fragment}"
             self.deny(not is_kept, f"{where}: a hub that starts has lost what {site} contributed")
+            is_stored = {payload.key for payload in contribution.payloads} <= hub.disk.blobs.keys()
+            is_lost = not is_stored and not self.counts["fault rot"]
+            self.deny(is_lost, f"{where}: a hub that starts has lost the payload of {site}")
 
     def check_told(self, hub: Hub, text: bytes) -> None:
         record = Record.from_bytes(text)
