@@ -91,7 +91,7 @@ def partition(
     consecutive. Without a number, a fragment gets an eighth of the blocks, limited to one to three,
     or more if there would otherwise be over 32. Parameters outside the blocks (embeddings, head,
     last norm) form additional fragments. None of these is larger than the largest fragment of
-    blocks, unless a single tensor is, or there would be many more than 32 without a number. A
+    blocks, unless a single tensor is or, without a number, there would be many more than 32. A
     number distributes the tensors over that many fragments of about equal size, and ``"balanced"``
     over as many as ``"strided"`` would make.
 

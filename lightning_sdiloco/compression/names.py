@@ -24,7 +24,7 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The named compressions. All except ``"sparse"``, which has a memory, also come with one:
+"""The named compressions. All except ``"sparse"``, which has error feedback, also come with it:
 ``"top_k+memory"``."""
 
 MEMORY = "+memory"
