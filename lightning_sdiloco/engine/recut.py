@@ -1,7 +1,7 @@
-"""A recut: the model is cut again after parameters were frozen, became trainable or were replaced.
+"""A recut divides the model again after parameters were frozen, became trainable or were replaced.
 
-Outer state outlives the former fragments by the names of tensors. All groups do the same: a
-parameter that one rank has replaced is new on all of them.
+Outer state is carried over from the former fragments by the names of tensors. All groups do the
+same: a parameter that one rank has replaced is new on all ranks.
 """
 
 import logging
@@ -24,14 +24,15 @@ _log = logging.getLogger(__name__)
 
 
 class Recut(NamedTuple):
-    """Divides a model that is about to be cut again; nothing of it is in flight.
+    """The tensors of a model that is about to be divided again, while nothing is in flight.
 
     Attributes:
-        fragments: The new cut.
+        fragments: The new fragments.
         outer: The outer state of tensors that remain, by the new names.
         frozen: The outer parameters that are no longer trainable, by the former names.
         known: The parameters and the untrained state that remain.
-        new: Tensors that did not exist, or had another shape: all groups take those of the first.
+        new: Tensors that did not exist or had another shape; all groups take those of the first
+            group.
     """
 
     fragments: tuple[Fragment, ...]
@@ -42,14 +43,14 @@ class Recut(NamedTuple):
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of the groups is needed: some frozen parameters never landed, and now
+        """Whether the mean of the groups is needed, because some frozen parameters never landed and
         never will.
         """
         return not all(parameter.rounds for parameter in self.frozen.values())
 
     def with_mean(self, trained: Mapping[str, Tensor]) -> "Recut":
-        """Returns the recut, given the mean of the groups: frozen parameters that never landed take
-        their values from it, since their outer values are not trained.
+        """Returns the recut, given the mean of the groups. Frozen parameters that never landed take
+        their values from it, because their outer values are untrained.
         """
         frozen = dict(self.frozen)
         for name, parameter in self.frozen.items():
@@ -59,12 +60,14 @@ class Recut(NamedTuple):
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of what is new and of what was frozen here, for `agreed`."""
+        """The names of tensors that are new and of those that were frozen on this rank, for
+        `agreed`.
+        """
         return list(self.new), list(self.frozen)
 
     def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
         """Returns the recut of all ranks, given the `names` of each: a parameter that one rank has
-        replaced is new on all of them.
+        replaced is new on all ranks.
         """
         new = set[str]().union(*(new_names for new_names, _ in names))
         frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
@@ -75,7 +78,7 @@ class Recut(NamedTuple):
                 untrained=_without(new, self.outer.untrained),
             ),
             frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
-            # In an order that is the same on ranks that have replaced different ones.
+            # In an order that is the same on ranks that have replaced different parameters.
             new={name: tensors[name] for name in sorted(new)},
         )
 
@@ -87,8 +90,8 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Divides the outer state of a cut into that of tensors which remain, which were frozen,
-        and which are gone.
+        """Divides outer state into that of tensors that remain, that were frozen, and that are
+        gone.
         """
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
         trained = _divide_parameters(cut_model, outer)
@@ -103,7 +106,7 @@ class Recut(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The tensors of a model that is cut again, by their new names, without frozen ones.
+    """The tensors of a model that is divided again, by their new names, without frozen ones.
 
     Attributes:
         outer: The outer state of tensors that remain.
@@ -137,7 +140,7 @@ def _divide_untrained(
         former_kinds |= fragment.untrained.kinds_by_name()
     kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
     for place, kind in kinds.items():
-        # Code replaces the tensors of buffers as it likes, so their modules identify them.
+        # Code may replace the tensors of buffers, so their modules identify them.
         former_name = cut_model.former_place(place.name)
         values = outer.untrained.get(former_name)
         if values is not None and values.shape == place.tensor.shape:
@@ -159,8 +162,8 @@ def _without(names: Collection[str], values: Mapping[str, Value]) -> dict[str, V
 
 @torch.no_grad()
 def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
-    """Prepares a model for a new cut: frozen parameters take their outer values, and new tensors
-    the values of group 0.
+    """Prepares a model for new fragments: frozen parameters take their outer values, and new
+    tensors the values of group 0.
     """
     frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
     for fragment in fragments:
@@ -172,8 +175,8 @@ def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topolo
 def cut_again(
     cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model again after its set of trainable parameters has changed. All ranks
-    must call it.
+    """Divides a model again after its set of trainable parameters has changed. All ranks must call
+    it.
     """
     for fragment in fragments:
         if any(map(is_sharded, fragment.layout.parameters)):
@@ -208,8 +211,8 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
 def follow_in_optimizers(
     recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
 ) -> None:
-    """Drops gradients and optimizer state of another shape, and warns of new parameters that no
-    optimizer steps.
+    """Drops gradients and optimizer state of another shape, and warns of new parameters without an
+    optimizer.
     """
     stepped, trained = _parameters_of(optimizers)
     unstepped = list[str]()
@@ -218,7 +221,7 @@ def follow_in_optimizers(
             continue
         former = cut_model.former_parameter(name)
         if former is not tensor:
-            # Perhaps no optimizer stepped the former parameter, such as a copy in another
+            # There may be no optimizer that stepped the former parameter, such as a copy in another
             # submodule.
             should_train = former is None or id(former) in trained
             if should_train and id(tensor) not in stepped:
@@ -238,7 +241,7 @@ def follow_in_optimizers(
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
-    """Returns the ids of the parameters that optimizers hold, and of those that they have
+    """Returns the ids of the parameters that optimizers have, and of those that they have
     trained.
     """
     stepped = set[int]()
@@ -249,7 +252,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]
         for group in getattr(optimizer, "param_groups", ()):
             held |= set(map(id, group["params"]))
         stepped |= held
-        # A parameter that never has a gradient gets no state, where other parameters do.
+        # A parameter that never has a gradient gets no state, while other parameters do.
         with_state = set(map(id, getattr(optimizer, "state", ())))
         trained |= held & with_state if with_state else held
     return stepped, trained
