@@ -243,11 +243,11 @@ _MANY = 1 << 12
 # Settings that do not work with a route on which each group has its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
     "dense_beginning": "it needs rounds in which all groups exchange with all others",
-    "schedule": "it needs to hear of all groups, but here only partners know of each other",
-    "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
-    "clip_norm": "groups send where they are, which cannot be clipped",
+    "schedule": "it needs reports from all groups, but here only partners exchange them",
+    "weighing": "a leg takes the plain mean of parameters, not of outer gradients",
+    "clip_norm": "groups send their parameters, which cannot be clipped",
     "outlier_guard": "only partners know each other's norms",
-    "direction": "a leg takes the mean of where its groups are, which is no outer gradient",
+    "direction": "a leg takes the mean of parameters, which is not an outer gradient",
 }
 
 _POLICIES = {
@@ -389,7 +389,7 @@ class OuterOptimizer:
         _require_map(self, "matrices", is_count, rule)
         if self.direction == ELEMENTWISE:
             raise ValueError(
-                "matrices was given together with direction='elementwise', which knows none. Leave"
+                "matrices was given together with direction='elementwise', which uses none. Leave"
                 " one of them out."
             )
 
@@ -599,7 +599,7 @@ class Settings:
             if value not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
                     f"{name}={value!r} does not work with route={self.route!r}, on which each group"
-                    f" holds its own outer parameters: {why}. Leave {name} out, or route."
+                    f" has its own outer parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(

@@ -260,8 +260,8 @@ def check_compression(compression: str | Compression) -> None:
     if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(
             f"compression={compression!r} does not work with this route: partners must send each"
-            " other the same values, whole, but this one lets each group choose, or remembers."
-            f" {advice}"
+            " other the same values in full, but this one lets each group choose values, or has"
+            f" error feedback. {advice}"
         )
     dense = traits.values or codec
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -271,6 +271,6 @@ def check_compression(compression: str | Compression) -> None:
     if lost > _MOST_LOST:
         raise ValueError(
             f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route"
-            " groups send how far they are from where the rounds began, which may lose"
-            f" {_MOST_LOST:.0%} at most. {advice}"
+            " groups send their distance from the start of the rounds, which may lose at most"
+            f" {_MOST_LOST:.0%}. {advice}"
         )

@@ -58,7 +58,7 @@ AGAINST = 12
 
 AGAINST_OTHERS = (
     f"at least {AGAINST} of its last {JUDGED} contributions had a negative cosine with the mean of the"
-    " others', who agree with each other. They count all the same. If its data is like the others',"
+    " others', which agree with each other. They still count. If its data is like the others',"
     " look for a wrong sign in its loss, its labels or its optimizer."
 )
 

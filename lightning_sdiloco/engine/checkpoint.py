@@ -62,7 +62,7 @@ Outcome = TypeVar("Outcome")
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
 _ADVICE = "Older checkpoints remain valid. Free space on the disk."
-_SAME = "Resume with those it was saved with, or restart from the outer parameters that it holds."
+_SAME = "Resume with the same ones as in the checkpoint, or restart from its outer parameters."
 
 
 class Entry(NamedTuple):

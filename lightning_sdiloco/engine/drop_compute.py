@@ -247,9 +247,9 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in"
-            " every micro-batch, and would wait for one that drops it. Use groups whose ranks hold"
-            " the whole model, or leave it out."
+            f"DropCompute does not work with {kinds[0]}: the ranks of a worker group would"
+            " communicate in every micro-batch, and wait for one that drops it. Use groups whose"
+            " ranks have the whole model, or leave DropCompute out."
         )
 
 

@@ -106,7 +106,7 @@ class History:
                     " after inner step %d, leaves that group out, and the group takes the outer"
                     " parameters. Look at its data, loss and learning rate. Until it has counted"
                     " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
-                    " sdiloco/groups_outlying tell of more.",
+                    " sdiloco/groups_outlying report further exclusions.",
                     group,
                     reason,
                     landing.fragment,
@@ -123,8 +123,8 @@ class History:
                     "The buffers of worker group %d are too large for outlier_guard: those of"
                     " fragment %d, launched after inner step %d, are left out of the mean, and the"
                     " group takes the outer ones. Look at its data. Until they have counted for %d"
-                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers tell of"
-                    " more.",
+                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers report further"
+                    " exclusions.",
                     group,
                     landing.fragment,
                     landing.launched_at,

@@ -197,7 +197,7 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
     if any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values()):
         changes = changes or "parameters have been replaced on other ranks"
         start = (
-            " What is new starts from the values of the first worker group, without outer momentum."
+            " New tensors start from the values of the first worker group, without outer momentum."
         )
     _log.warning(
         "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",

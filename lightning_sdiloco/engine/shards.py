@@ -191,8 +191,8 @@ class CutModel:
         uncovered = [p for p in parameters if p is not None and id(p) not in self._names]
         if any(parameter.requires_grad for parameter in uncovered):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. What is new is in no"
-                f" fragment, and every group would train its own. {_HOW_TO_CHANGE}"
+                f"Since the model was cut into fragments, {self.described()}. New parameters are in"
+                f" no fragment, so every group would train its own. {_HOW_TO_CHANGE}"
             )
 
     def require_devices(self) -> None:
@@ -453,7 +453,7 @@ def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
         )
     device_type = local(parameter).device.type
     if is_sharded(parameter) and device_type != parameter.device_mesh.device_type:
-        return f"it lies on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
+        return f"it is on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
     try:
         return held_runs(parameter)
     except ValueError as error:

@@ -159,9 +159,9 @@ def default_topology(
     elif launched_processes() > 1:
         raise ValueError(
             f"WORLD_SIZE={launched_processes()} says that a launcher started {launched_processes()}"
-            " processes, but torch.distributed is not initialised: each of them would train alone."
-            " Call torch.distributed.init_process_group() in all of them before, or take WORLD_SIZE"
-            " out of the environment of a single process."
+            " processes, but torch.distributed is not initialised: each would train separately. Call"
+            " torch.distributed.init_process_group() in all of them first, or remove WORLD_SIZE from"
+            " the environment of a single process."
         )
     if isinstance(groups, str):
         groups = world_size
@@ -445,8 +445,8 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
         if exchanged and not topology.rank:
             _log.warning(
                 "Two models of one shape were exchanged: %s gave an earlier engine what rank 0"
-                " gives this one, and the other way round. They now hold rank 0's values under the"
-                " other's name. Make engines in the same order on all ranks; sets, for example,"
+                " gives this one, and vice versa. They now have rank 0's values under the other's"
+                " name. Make engines in the same order on all ranks; sets, for example,"
                 " have another order in each process.",
                 _listed(exchanged),
             )

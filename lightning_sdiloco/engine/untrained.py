@@ -99,8 +99,8 @@ class Place(NamedTuple):
         tensor: Tensor | None = self._held.get(self.key)
         if tensor is None:
             raise ValueError(
-                f"{self.name!r} was part of the model when it was cut into fragments, and is no"
-                " longer there. Replace or remove modules before training, or between epochs; in"
+                f"{self.name!r} was part of the model when it was cut into fragments, but no longer"
+                " exists. Replace or remove modules before training, or between epochs; in"
                 " your own loop call recut() afterwards, on all ranks."
             )
         return tensor
@@ -217,7 +217,7 @@ def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[s
             if parameter.requires_grad and fnmatchcase(name, pattern):
                 raise ValueError(
                     f"untrained={{{pattern!r}: ...}} names the trainable parameter {name!r}. It is"
-                    " for buffers and frozen parameters: what is trained is averaged anyway. Change"
+                    " for buffers and frozen parameters: trained ones are averaged anyway. Change"
                     " the pattern, or leave it out."
                 )
         shown = ", ".join(repr(place.name) for place in places[:5]) or "none"

@@ -329,8 +329,8 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
     if finding.is_elsewhere:
         raise ValueError(
             f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would"
-            " throw away what lands, and the entries of optimizer.state[parameter] do not explain"
-            " it. If it keeps float32 weights for parameters of lower precision, train float32"
+            " undo every landing, and the entries of optimizer.state[parameter] do not explain it."
+            " If it keeps float32 weights for parameters of lower precision, train float32"
             " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise keep the"
             " copy in optimizer.state[parameter], or name the entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
