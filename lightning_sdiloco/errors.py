@@ -20,8 +20,8 @@ class ExchangeError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """The worker groups no longer agree on outer parameters or due fragments, or have no finite
-    values.
+    """The worker groups no longer agree on outer parameters or due fragments, or their values are
+    not finite.
     """
 
 

@@ -1,4 +1,5 @@
-"""Memory for the long vectors of a flight, which the next flight reuses or the system gets back.
+"""Memory for the long vectors of a flight, which is reused by the next flight or returned to the
+system.
 
 [Note: spare pages] The system zeroes a page before it provides it, which takes longer than most
 passes over the data that is then written there. So the pages of a finished flight are kept for the

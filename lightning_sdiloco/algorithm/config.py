@@ -230,8 +230,8 @@ _FEWEST_DENSE_ROUNDS = 3
 # The values of settings before they could be chosen, except for those that were None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
-# Settings that only development versions had. They do not matter for a resume: the state of an engine
-# that was saved inside a warm-up is refused.
+# Settings that only development versions had. They do not affect a resume: engine state that was
+# saved during a warm-up is refused.
 _REMOVED = frozenset({"warmup_steps"})
 
 # The settings of the Nesterov SGD that a user's own optimizer replaces.
@@ -299,7 +299,7 @@ class OuterOptimizer:
             0 treats all values separately. None follows `stack_of`.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of range. The message names the argument.
 
     Examples:
         >>> from functools import partial
@@ -402,7 +402,7 @@ class OuterOptimizer:
 
     @property
     def guard(self) -> float | None:
-        """How many times the usual length is too long for `outlying`; None leaves out no group."""
+        """How many times the usual length is too long; see `outlying`. None leaves out no group."""
         if isinstance(self.outlier_guard, str):
             return GUARD
         return self.outlier_guard
@@ -787,7 +787,7 @@ class Settings:
         return SPARSE_GAINS
 
     def saved(self, is_open: Collection[str] = ()) -> dict[str, object]:
-        """Returns, as data, the settings without which a checkpoint cannot be resumed exactly.
+        """Returns, as data, the settings that must be the same to resume a checkpoint exactly.
 
         Args:
             is_open: The settings that are still to be chosen.
@@ -829,7 +829,7 @@ class Settings:
 
     @property
     def weighing_text(self) -> str:
-        """The weighing as text, the same before and after a field with a default was added."""
+        """The weighing as text, which does not change when a field with a default is added."""
         return as_text(as_data(self.weighing))
 
     def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
@@ -986,12 +986,12 @@ def _require(
     """Refuses a setting for which a rule does not hold.
 
     Args:
-        settings: The object that has it.
+        settings: The object with the setting.
         name: The name of the setting.
         holds: True if the rule holds.
         rule: The rule, in words.
         advice: The end of the message.
-        kind: The type that it must have; int and float stand for all numbers.
+        kind: The required type; int and float mean any number.
     """
     if holds:
         return
@@ -1009,7 +1009,9 @@ def _require(
 def _require_map(
     settings: object, name: str, is_right: Callable[[object], bool], rule: str
 ) -> None:
-    """Refuses a setting that does not map patterns to right values; makes it a plain dict."""
+    """Refuses a setting that does not map patterns to valid values, and turns it into a plain
+    dict.
+    """
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Routes decide which groups exchange in a round; gossip is what they send if not all groups
-exchange together.
+"""Routes decide which groups exchange in a round, and how they do so if not all groups exchange
+together.
 
 [Note: gossip] On a route that is not shared, each group has its own outer parameters. In a round,
 the two or three groups of a *leg* send each other their local parameters, and each takes its outer
@@ -48,10 +48,10 @@ class Momentum(NamedTuple):
 
 
 class Route(ABC):
-    """Decides whom each group exchanges with in a round.
+    """Decides with which groups each group exchanges in a round.
 
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
-    All groups must make the same decision, from nothing but the number of the round.
+    All groups must make the same decision, based only on the number of the round.
 
     Attributes:
         shared: True if all groups have the same outer parameters, which requires one leg of all
@@ -75,7 +75,7 @@ class Route(ABC):
 
         Args:
             number: The round of a fragment, counted from 0.
-            groups: Number of worker groups.
+            groups: The number of worker groups.
         """
 
     def momentum(self, groups: int) -> Momentum | None:
@@ -96,7 +96,7 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """Pairs groups at random in each round, as NoLoCo does (arXiv 2506.10911).
+    """Pairs groups at random in each round, as in NoLoCo (arXiv 2506.10911).
 
     Args:
         seed: The seed of the random pairs.
@@ -115,7 +115,7 @@ class RandomPairs(Route):
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Each group exchanges with its two neighbours in turn, with the continuous momentum of A2CiD2.
+    """Each group alternates between its two neighbours, with the continuous momentum of A2CiD2.
 
     The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer
     step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.

@@ -64,7 +64,8 @@ AGAINST_OTHERS = (
 
 _ENOUGH = 4
 _PEERS = 2
-# The rounds over which a scale is averaged, and by how much one round can change it.
+# The number of rounds over which a scale is averaged, and the most by which one round can change
+# it.
 _SCALED = 64
 _LARGEST_CHANGE = 0.7
 # In units of the median distance.
@@ -72,7 +73,7 @@ _HALVES = [4.0**power for power in range(-6, 7)]
 # With cosines beyond this, outer gradients agree or oppose each other.
 _OPPOSED = 0.1
 _AGREEING = 3
-# By how much more a curve may miss the last lengths than the best one does, on average.
+# The most by which the average error of a curve may exceed that of the best one.
 _TOLERANCE = 0.25
 # The largest logarithm of a length, and the smallest sum of learning rates that is meaningful.
 _LARGEST = 700.0
@@ -111,12 +112,12 @@ def _exp(logarithm: float) -> float:
 
 
 class Length(NamedTuple):
-    """The length of an outer gradient, and how far its group trained for it.
+    """The length of an outer gradient, and how much its group trained for it.
 
     Attributes:
         norm: The norm of the outer gradient.
-        steps: Inner steps, or another measure of training that grows with them.
-        path: Sum of the learning rates of these inner steps; 0 if unknown.
+        steps: The number of inner steps, or another measure of training that grows with them.
+        path: The sum of the learning rates of these inner steps; 0 if unknown.
     """
 
     norm: float
@@ -207,7 +208,7 @@ def _curves(
         distances += map(distance, last)
     unit = median(distances)
     curves = list[_Curve[Member]]()
-    # For each member, by how much each curve misses its lengths.
+    # For each member, the error of each curve.
     misses = {member: list[float]() for member in enough}
     for half in _HALVES:
         levels = dict[Member, float]()
@@ -222,8 +223,8 @@ def _curves(
 def _likely(
     curves: Sequence[_Curve[Member]], misses: Sequence[Sequence[float]]
 ) -> list[_Curve[Member]]:
-    """Returns the curves that miss the lengths by little more than the best one, on average over
-    the members.
+    """Returns the curves whose error, averaged over the members, is little more than that of the
+    best one.
     """
     best = list(map(min, misses))
     excess = list[float]()
@@ -494,7 +495,7 @@ class Direction(NamedTuple):
     """The direction of an outer gradient relative to the others'.
 
     Attributes:
-        cosine: Its cosine with the mean of the others.
+        cosine: The cosine with the mean of the others.
         among_others: The mean cosine between two of the others; 0 if there are fewer than three.
     """
 

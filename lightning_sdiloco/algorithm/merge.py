@@ -66,7 +66,7 @@ class LandingRule(ABC):
 class Mix(LandingRule):
     """Keeps a share of the local values, as the paper does: ``kept * local + (1 - kept) * outer``.
 
-    With ``kept=0`` the local values are not even read, so they need not be finite.
+    With ``kept=0``, the local values are not read, so they need not be finite.
 
     Args:
         kept: The share (alpha in the paper).

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-# The most repeated blocks in a fragment if their number is not given: the paper's choice.
+# The largest number of repeated blocks in a fragment if none is given: the paper's choice.
 _MOST_BLOCKS = 3
 
 # The approximate number of fragments if none is given: as many as the paper's 1B model has.
@@ -53,9 +53,9 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        names: Names of the parameters as in ``named_parameters()``, in that order.
-        sizes: Their sizes in bytes, in the same order.
-        stacks: The matrices as which the outer step treats each of them; None to treat values
+        names: The names of the parameters, as in ``named_parameters()`` and in that order.
+        sizes: The sizes of the parameters in bytes, in the same order.
+        stacks: The matrices of each parameter in the outer step; None if its values are treated
             separately.
 
     Examples:
@@ -96,7 +96,8 @@ def partition(
     over as many as ``"strided"`` would make.
 
     Args:
-        parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
+        parameters: The trainable parameters, without duplicates, in the order of
+            ``named_parameters()``.
         fragments: One of these, or a list of lists of shell-style patterns, one list for each
             fragment.
         aliases: Other names of tied parameters, mapped to their names in ``parameters``.
@@ -163,7 +164,7 @@ def fewest_blocks(blocks: int) -> int:
 def checked_fragments(
     fragments: int | str | Sequence[Sequence[str]],
 ) -> int | str | Sequence[Sequence[str]]:
-    """Returns a choice of fragments, or refuses it."""
+    """Returns a valid choice of fragments, and refuses others."""
     if isinstance(fragments, str):
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:

@@ -1,4 +1,4 @@
-"""How encoded outer gradients become their mean in every group.
+"""The all-reduce, which turns encoded outer gradients into their mean in every group.
 
 This is pure arithmetic on payloads; `comm.exchange` sends them. In one hop, every group sends its
 whole shard to every other group. In two hops, each group sums one part of the shard and then sends
@@ -343,7 +343,7 @@ class TwoShot:
         """Returns the share of each group, which add up to 1; None for equal parts.
 
         Args:
-            groups: Number of worker groups.
+            groups: The number of worker groups.
 
         Raises:
             ValueError: If there is not one number for each group, or the links are unknown.

@@ -1,5 +1,5 @@
-"""When fragments launch and land: arithmetic on the number of the inner step, and on the landings
-that all groups have seen.
+"""The schedule of launches and landings: arithmetic on the number of the inner step, and on the
+landings that all groups have seen.
 """
 
 from abc import ABC, abstractmethod
@@ -14,12 +14,13 @@ ScheduleState = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DenseBeginning:
-    """Short rounds at the beginning of a run: groups that have trained little together exchange
-    more often.
+    """Short rounds at the beginning of a run, in which groups that have trained little together
+    exchange more often.
 
-    They replace averaging gradients: everything is sent in the background, from the first inner
-    step on. In these rounds, the built-in Nesterov SGD uses less momentum, as short rounds require.
-    For an ``lr_schedule``, all of them together are the first round, with the rate of that round.
+    They are used instead of averaging gradients: everything is sent in the background, from the
+    first inner step on. In these rounds, the built-in Nesterov SGD uses less momentum, as short
+    rounds require. For an ``lr_schedule``, all of them together are the first round, with the rate
+    of that round.
 
     Args:
         rounds: The number of short rounds of every fragment, at least 1.
@@ -30,7 +31,7 @@ class DenseBeginning:
             if that is less.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of range. The message names the argument.
 
     Examples:
         >>> dense = DenseBeginning(rounds=3, sync_every=4)
@@ -105,8 +106,8 @@ class Schedule:
     steps. It lands ``overlap_steps`` later.
 
     The rounds of a `DenseBeginning` come first. If its ``sync_every`` is ``h``, the ``r``-th launch
-    of a fragment, counted from 1, follows inner step ``r * h + floor(p * h / P)``. From inner step
-    ``rounds * h`` on, ``t`` is counted anew.
+    of a fragment, counted from 1, follows inner step ``r * h + floor(p * h / P)``. At inner step
+    ``rounds * h``, ``t`` restarts at 0.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
@@ -249,7 +250,7 @@ class Schedule:
 
     @property
     def first_round(self) -> int:
-        """The inner step after which all of the outer model is trained.
+        """The inner step after which every part of the outer model has been trained.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
@@ -258,7 +259,7 @@ class Schedule:
         return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed after the dense beginning in a run of
+        """Returns how many times every fragment lands after the dense beginning in a run of
         ``steps`` inner steps.
 
         Examples:
@@ -269,8 +270,8 @@ class Schedule:
         return max(0, (last_launch - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
-        """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense
-        beginning, and after it.
+        """Returns how many times a fragment launches in a run of ``steps`` inner steps: in its
+        dense beginning, and after it.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -297,7 +298,7 @@ class Schedule:
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
-        # The rounds that have launched by then, and three more, of which the last two are alike.
+        # The rounds that have launched by then, and three more, of which the last two are equal.
         launched_rounds = sum(self.launches_in(0, since))
         last_round = max(self.dense_rounds, launched_rounds) + 3
         launches = set[int]()
@@ -316,9 +317,9 @@ class Schedule:
         launches or lands.
 
         Args:
-            first: First inner step of the table.
-            last: Last inner step of the table; by default the end of the second round after the
-                dense beginning.
+            first: The first inner step of the table.
+            last: The last inner step of the table; by default, the end of the second round after
+                the dense beginning.
 
         Returns:
             The table, with the columns step, launches, lands.
@@ -338,7 +339,7 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """A launch as all groups see it once it has landed, identical in all of them.
+    """A launch as all groups see it once it has landed, which is the same in all of them.
 
     Attributes:
         fragment: The number of the fragment.
@@ -388,8 +389,8 @@ class LaunchSchedule(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: The arithmetic of the run: ``sync_every``, ``overlap_steps``, and the number
-                of fragments.
+            schedule: The schedule of the run: ``sync_every``, ``overlap_steps``, and the number of
+                fragments.
         """
 
     @abstractmethod

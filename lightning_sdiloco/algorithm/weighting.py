@@ -47,7 +47,7 @@ class Control(NamedTuple):
     Attributes:
         fragment: The fragment that is launched.
         step: The inner step of the launch.
-        requests: Requests of the rank to all groups, one bit each, such as to stop.
+        requests: The rank's requests to all groups, one bit each, such as a request to stop.
         weight: The number of micro-batches that the group trained since its last launch of the
             fragment, summed over its ranks.
         digest: The digest of the outer parameters and buffers of the fragment.
@@ -119,8 +119,8 @@ class Count(NamedTuple):
     """How much each group counts in one mean.
 
     Attributes:
-        factors: The groups that count, in their order, each with the factor of its outer gradient.
-            The mean is the sum of the products divided by the number of these groups: a factor of 1
+        factors: The groups that count, in order, each with the factor of its outer gradient. The
+            mean is the sum of the products divided by the number of these groups. A factor of 1
             changes no bit.
         outlying: The groups that the guard leaves out.
         wrong_buffers: The groups that count without their buffers, which are too large.
@@ -246,7 +246,7 @@ class Aggregation(Weighing):
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
         for group, control in enumerate(controls):
-            # Groups launch after the same inner steps, so their learning rates are alike.
+            # Groups launch after the same inner steps, so their learning rates are the same.
             if control.finite and control.weight > 0:
                 lengths[group] = Length(control.norm, control.weight)
         return lengths

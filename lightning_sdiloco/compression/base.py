@@ -12,7 +12,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 class State(NamedTuple):
-    """The state of a compression for one shard, from one launch to the next.
+    """The state of a compression for one shard, which it keeps between launches.
 
     A new state takes effect when the flight lands, if the payload counted in the mean.
 
@@ -211,7 +211,7 @@ def weighted_mean(
     place.
 
     Args:
-        parts: The outer gradients, in the order in which they are added up.
+        parts: The outer gradients, in the order in which they are summed.
         like: A tensor of their shape and on their device.
         senders: The number of groups that sent each value, if the mean is taken over these.
     """

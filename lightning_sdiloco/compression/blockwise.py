@@ -160,8 +160,8 @@ class _Integers(Leveled):
     """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to
     ``largest``.
 
-    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is at least so large that
-    a 127th of it is not subnormal, and at most the largest finite bfloat16. Values are rounded to
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is large enough that a
+    127th of it is not subnormal, and at most the largest finite bfloat16. Values are rounded to
     nearest, and ties go to even.
     """
 
@@ -281,8 +281,8 @@ class FP8(_Microscaling):
 
 @dataclass(frozen=True)
 class MXFP4(_Microscaling):
-    """The OCP MXFP4 format: E2M1 codes, and 8 bits for each block of 32 values, 4.25 bits per
-    value.
+    """The OCP MXFP4 format: E2M1 codes, and 8 bits for each block of 32 values (4.25 bits per
+    value).
 
     The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The
     power of two brings the largest magnitude into ``[4, 8)``, as the OCP specification requires, so

@@ -1,4 +1,4 @@
-"""Error feedback: the compression's error is added to the next outer gradient."""
+"""Error feedback adds the compression error to the next outer gradient."""
 
 from dataclasses import dataclass, replace
 

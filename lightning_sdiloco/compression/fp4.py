@@ -4,11 +4,11 @@ A payload of ``numel`` values consists of ``ceil(numel / 128)`` tops of 16 bits,
 ``ceil(numel / 2)`` bytes of codes. ``docs/decisions/fp4.md`` gives the format byte by byte and the
 reasons.
 
-[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
-time. ``hatch_build.py`` compiles it if there is a C compiler; nothing is compiled later. On a GPU,
-``fp4_triton.py`` is used if torch has installed Triton. The torch operations are the reference and
-need neither. Ranks may differ in this: each pass is used only if its results on a sample are
-bit-identical to the reference.
+[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, and takes the mean in an eighth
+of the time. ``hatch_build.py`` compiles it if there is a C compiler; nothing is compiled later. On
+a GPU, ``fp4_triton.py`` is used if torch has installed Triton. The torch operations are the
+reference and need neither. Ranks may differ in this: each pass is used only if its results on a
+sample are bit-identical to the reference.
 """
 
 import ctypes
@@ -177,7 +177,7 @@ def passes_on(device: str) -> Passes | None:
             return passes
         reason = "it gives other bits"
     except Exception as error:
-        # Triton, and the compilers that it calls, raise errors of many kinds.
+        # Triton, and the compilers that it calls, raise many kinds of errors.
         reason = f"{type(error).__name__}: {error}"
     _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None

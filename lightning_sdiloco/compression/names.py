@@ -36,7 +36,7 @@ def resolve(compression: str | Compression) -> Compression:
 
     Args:
         compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for
-            error feedback that forgets nothing; or a compression, which is returned unchanged.
+            error feedback with a ``decay`` of 1; or a compression, which is returned unchanged.
 
     Returns:
         The compression.

@@ -46,8 +46,8 @@ class TopK(Compression):
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: The compression of the values that are sent.
-        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of the
-            ``"senders"`` among them, which sent this value, as in SparseLoCo's code (arXiv
+        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of those
+            among them that sent this value (``"senders"``), as in SparseLoCo's code (arXiv
             2508.15706). ``"senders"`` needs a smaller outer learning rate, and does not work with
             two shots.
 
@@ -591,7 +591,7 @@ class RandomBlock(_Chance):
     def _stretch(self, values: Tensor) -> Tensor:
         length = -(-len(values) // self.every)
         number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
-        # The last stretch may reach back into the one before, so that all have the same length.
+        # The last stretch may overlap the one before, so that all have the same length.
         start = min(number * length, len(values) - length)
         return values[start : start + length]
 

@@ -1,12 +1,11 @@
 """The files from which a run resumes: a folder next to an ordinary checkpoint, with one file per
 rank and a manifest.
 
-[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write
-their files, then rank 0 writes the manifest, and finally the checkpoint file is put in place
-atomically. So whenever a process is killed, the existing checkpoint file belongs to a complete
-folder. Folders of earlier saves are removed afterwards. All ranks wait for each of these steps,
-because writing the checkpoint file may be a collective, in which they would wait for a rank that
-failed.
+[Note: the order of a save] The checkpoint file names the folder of its save. All ranks write their
+files, then rank 0 writes the manifest, and finally the checkpoint file is put in place atomically.
+So whenever a process is killed, the existing checkpoint file belongs to a complete folder. Folders
+of earlier saves are removed afterwards. All ranks wait for each of these steps, because writing the
+checkpoint file may be a collective, in which they would wait for a rank that failed.
 
 A run resumes exactly with the same groups, ranks and settings. With others, it restarts from the
 outer parameters; see `restart`.
@@ -148,7 +147,7 @@ class _Folder:
 
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, object]) -> Entry:
-    """Writes the file of a rank, either all of it or nothing."""
+    """Writes the file of a rank atomically."""
     content = _serialised(state)
     name = f"rank_{rank:05d}.pt"
     _write(path, save, name, content)
@@ -365,8 +364,8 @@ def write_ranks(
     advice: str = _ADVICE,
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
-    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that
-    # they see.
+    # Ranks may have chosen different paths: requeued SLURM jobs number their checkpoints by the
+    # files that they see.
     path, save = topology.world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = _saves_of(path) if topology.rank == 0 else []
     # Gathering waits until all files are written.
@@ -513,8 +512,8 @@ def read_own(
     optimizers: int,
     read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and puts its entries into the contents of the checkpoint file.
-    All ranks must call it.
+    """Reads the file of this rank, and inserts its entries into the contents of the checkpoint
+    file. All ranks must call it.
     """
     saved: State = {}
     header = None

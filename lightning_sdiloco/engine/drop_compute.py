@@ -42,7 +42,7 @@ class DropCompute:
         most_dropped: The largest share of micro-batches that ``"auto"`` drops.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> drop = DropCompute(4, budget=0.0)
@@ -201,7 +201,9 @@ class DroppingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where `state_dict` was called; the time of the inner step restarts."""
+        """Resumes from the point at which `state_dict` was called; the time of the inner step
+        restarts.
+        """
         self._position = state["position"]
         self.trained = state["trained"]
         self.dropped = state["dropped"]

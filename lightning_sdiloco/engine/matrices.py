@@ -198,7 +198,7 @@ def proofs(
     fragments.
 
     Raises:
-        ValueError: If it returns anything but matrices of the shape and dtype that it was given.
+        ValueError: If it returns anything but matrices of the given shape and dtype.
     """
     shapes = set[tuple[int, int]]()
     for fragment in fragments:
@@ -265,7 +265,7 @@ class DealtMatrix(NamedTuple):
         stack: Its matrices.
         owner: The rank that maps them.
         specs: The values of the parameter that each rank of the group exchanges.
-        starts: The position of these values in the shard of each rank.
+        starts: The positions of these values in the shard of each rank.
     """
 
     name: str

@@ -25,7 +25,7 @@ class StepClock:
     """Measures how long this rank trains per inner step.
 
     It measures from the end of one engine call to the start of the next, so it excludes the time
-    the engine itself spends waiting. The median excludes pauses, such as validations.
+    that the engine spends waiting. The median excludes pauses, such as validations.
 
     Args:
         seconds: The time to report instead of the measured time.
@@ -90,7 +90,7 @@ class LinkRate:
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns for how many seconds the messages of the other groups were on the link.
+    """Returns the seconds for which the messages of the other groups were on the link.
 
     The time starts when all messages could be sent: a message is sent once its receiver has posted
     its own messages. A receiver that waits for a message measures when it arrives. It cannot
@@ -132,7 +132,7 @@ class Diagnosis:
     def measure_mean(
         self, payloads: Sequence[Tensor], compression: Compression, mean: Tensor
     ) -> None:
-        """Measures how far the payload of each group points in the direction of the mean."""
+        """Measures how closely the payload of each group points in the direction of the mean."""
         sums = [_squares([mean])]
         decoded = torch.empty_like(mean)
         for payload in payloads:

@@ -24,8 +24,8 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
-    """Makes the topologies of several worker groups of one rank each, all in this process and
-    without threads.
+    """Makes the topologies of several worker groups of one rank each, all in this process without
+    threads.
     """
     topologies = Topology.simulated(groups)
     backgrounds = InlineBackground.connect(groups)

@@ -372,7 +372,7 @@ class Arrived(NamedTuple):
     Attributes:
         outer: The new outer values.
         is_alike: A boolean for each tensor: whether all groups have changed it to the same whole
-            numbers, as for a counter.
+            numbers, as with a counter.
         is_kept: Booleans: whether this group keeps its own values, because all groups take those
             that it sent.
         own: By name, the state that the first site keeps, from the last record of a federation.

@@ -97,8 +97,8 @@ class WeightCopies:
     # While another model is shown, and after the end
 
     def hide(self) -> None:
-        """Replaces the copies of optimizers that switch between two weights by the parameters
-        themselves.
+        """Replaces the copies of optimizers that switch between two sets of weights by the
+        parameters themselves.
         """
         self._modes_before = self._modes()
         self._hidden = [copy for copy in self._all() if copy.is_switched]
@@ -265,7 +265,7 @@ class _Copy(NamedTuple):
     key: str
     tensor: Tensor
     is_switched: bool
-    """The optimizer has ``eval()`` and ``train()``, which write to the parameters."""
+    """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
 
     def like(self, values: Tensor) -> Tensor:
         """Returns values of the parameter in the form of this copy, without copying them if the
@@ -342,7 +342,7 @@ class _Finding(NamedTuple):
     names: tuple[str, ...] = ()
     """The entries of the state that are copies."""
     is_elsewhere: bool = False
-    """There is a copy that these entries do not explain."""
+    """Whether there is a copy that these entries do not explain."""
 
 
 class _Small(NamedTuple):
