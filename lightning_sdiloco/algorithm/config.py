@@ -341,7 +341,7 @@ class OuterOptimizer:
             "outlier_guard",
             guard in (None, AUTO) or (is_number(guard) and guard > 1),
             "it must be a number above 1, 'auto' or None",
-            "5.0 leaves out what is five times as long as usual",
+            "5.0 leaves out gradients five times as long as usual",
         )
         _require(
             self,
@@ -543,7 +543,7 @@ class Settings:
                 )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have"
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot check that all have"
                     f" the same one. Make {type(policy).__name__} a frozen dataclass."
                 )
         self._check_weighing()
@@ -581,7 +581,7 @@ class Settings:
         if self.schedule is not None:
             raise ValueError(
                 f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
-                " decides itself when fragments launch. Leave out one of them."
+                " itself decides when fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
@@ -876,7 +876,7 @@ def _shown(name: str, data: object) -> str:
 
 _TOGETHER = (
     "does not work with worker groups that are launched together: every launch waits for all of"
-    " them, since a collective ends with all or not at all. Launch each group as a site of a"
+    " them, since a collective needs all of them. Launch each group as a site of a"
     " federation, which closes rounds without sites that are late:"
     " federation=Federation({name}=..., ...)"
 )
@@ -906,7 +906,7 @@ _INSTEAD = {
         (
             "dense_beginning",
             "is dense_beginning here: DenseBeginning(rounds) exchanges more often in its first"
-            " rounds. Eight groups and more have one by default",
+            " rounds. Eight or more groups have one by default",
         ),
     ),
 }
@@ -1016,7 +1016,7 @@ def _require_map(
     if not isinstance(patterns, Mapping):
         raise ValueError(
             f"{name}={patterns!r} is of type {type(patterns).__name__}: {rule}. Leave it out, or"
-            " map."
+            " give a map."
         )
     object.__setattr__(settings, name, dict(patterns))
     for pattern, value in patterns.items():

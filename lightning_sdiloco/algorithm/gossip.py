@@ -174,7 +174,7 @@ def check_legs(route: Route, groups: int) -> None:
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared), but"
+                f"route={route!r} says that all groups have the same outer parameters (shared), but"
                 f" has the legs {tuple(legs)} in round {number}: groups of different legs would"
                 " drift apart. Set shared to False."
             )

@@ -422,7 +422,7 @@ def stack_of(
         return None
     if not shape or shape[0] % parts:
         raise ValueError(
-            f"it has the shape {tuple(shape)}, whose first dimension has no {parts} equal parts"
+            f"it has the shape {tuple(shape)}, whose first dimension is not divisible by {parts}"
         )
     part = [shape[0] // parts, *shape[1:]]
     if part[0] == 1:

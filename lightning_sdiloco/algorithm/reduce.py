@@ -446,7 +446,7 @@ def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
     if compression.traits.varies:
         why = "its payloads differ in length"
     elif compression.traits.counts_senders:
-        why = "over='senders' asks who sent a value"
+        why = "over='senders' depends on who sent a value"
     if why:
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean"

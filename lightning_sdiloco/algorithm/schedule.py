@@ -61,7 +61,7 @@ class DenseBeginning:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at"
-                f" least {least}. Choose another one; dense_beginning=None is none."
+                f" least {least}. Choose another one; dense_beginning=None disables it."
             )
 
     @property

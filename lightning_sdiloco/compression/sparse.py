@@ -233,7 +233,7 @@ class Threshold(TopK):
         if (self.least is None) == (self.every is None):
             raise ValueError(
                 f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
-                " two. Give least=3.0 to send what exceeds three times the mean of its block, or"
+                " two. Give least=3.0 to send values above three times the mean of their block, or"
                 " every=10 to keep the threshold of a top-k for ten launches."
             )
         if self.least is not None and not (is_number(self.least) and self.least >= 0):

@@ -47,7 +47,7 @@ class Pending(Generic[Result]):
 
         Gradients must not be recorded. After the last stage, ``settle`` waits for the device.
         """
-        assert self._work is not None, "work that has ended does not go on"
+        assert self._work is not None, "work that has ended cannot advance"
         try:
             next(self._work)
             return True

@@ -85,8 +85,8 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
         except ValueError as error:
             raise ValueError(
                 f"matrices={{{matching[-1]!r}: {parts}}} does not suit the parameter {name!r}:"
-                f" {error}. Give another number, or 0 for a parameter of which every value is by"
-                " itself."
+                f" {error}. Give another number, or 0 to treat the values of the parameter"
+                " separately."
             ) from None
         if stack is not None:
             stacks[name] = stack

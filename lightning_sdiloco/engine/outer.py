@@ -618,7 +618,7 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     except Exception as error:
         raise ValueError(
             "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
-            f" {error}. It is called with the optimizer alone and must return a torch scheduler;"
+            f" {error}. It is called with only the optimizer and must return a torch scheduler;"
             " bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):

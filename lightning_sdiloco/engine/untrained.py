@@ -232,7 +232,7 @@ def _require_whole(place: Place) -> None:
     if is_sharded(place.tensor):
         raise ValueError(
             f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded."
-            " Untrained state travels whole, from one rank of a group: keep it as a plain tensor,"
+            " Untrained state is sent whole, by one rank of a group: keep it as a plain tensor,"
             f" register it with persistent=False, or give untrained={{{place.name!r}: 'own'}}."
         )
 
