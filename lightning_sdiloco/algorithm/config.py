@@ -862,7 +862,7 @@ def _saved_as(name: str, saved: Mapping[str, object]) -> Data:
 
 
 def _is_plain(name: str) -> bool:
-    """Returns whether texts of a setting are shown without quotes."""
+    """Returns whether the text of a setting is shown without quotes."""
     return name == "exchange.backend" or name.startswith("outer_optimizer")
 
 

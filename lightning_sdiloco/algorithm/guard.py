@@ -336,7 +336,7 @@ class _Round(Generic[Member]):
         return member in self.pasts and self.pasts[member].rounds >= _ENOUGH
 
     def _peers(self, member: Member, length: Length) -> dict[Member, float]:
-        """Returns upper bounds of the others' lengths after this distance."""
+        """Returns upper bounds for the others' lengths after this distance."""
         peers = dict[Member, float]()
         for peer, length_of_peer in self.lengths.items():
             if peer != member:

@@ -203,7 +203,7 @@ class Weighing(ABC):
         restarts.
 
         Args:
-            states: The states of the fragments that held its parameters.
+            states: The states of the fragments that contained its parameters.
             groups: Number of worker groups, as before.
         """
         return self.start(groups)
