@@ -153,7 +153,7 @@ _EXAMPLES = {
 
 
 class _IsAnExample(ImportError, ValueError):
-    """A name is not part of the package: an import error, and a wrong value of a configuration."""
+    """A name is not part of the package: both an import error and a wrong configuration value."""
 
 
 def _advice(name: str) -> str:
@@ -161,7 +161,7 @@ def _advice(name: str) -> str:
     if not name[0].isupper():
         return ""
     if name in _COMPRESSIONS:
-        # No ImportError, which a from-import would show: jsonargparse asks for names by hasattr.
+        # No ImportError, which a from-import would show: jsonargparse checks names with hasattr.
         return f". Import it from {__name__}.compression"
     close = get_close_matches(name, [*__all__, *_COMPRESSIONS], 1)
     if not close:
@@ -176,7 +176,7 @@ register_when_imported()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports a name when it is used: torch takes one second, a distribution two more."""
+        """Imports a name on first use: torch takes one second, a distribution two more."""
         if name in __all__:
             return getattr(_module_of(name), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:

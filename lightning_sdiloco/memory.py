@@ -1,13 +1,14 @@
-"""Memory of long vectors that lives as long as a flight, and then serves the next one or goes back
-to the system.
+"""Memory for the long vectors of a flight, which is reused by the next flight or returned to the
+system.
 
-[Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes
-over what is then written there. So the pages that a flight leaves wait for the next one, as far as
-a caller asks for that with `SparePages`. If the next flight needs other sizes, spare pages are
-given back as it takes new ones: all pages, spare ones included, are hardly more than were in use at
-another time. The margin holds a few messages, for which the pages of a long vector would go and
-come again. Measured in two processes of one machine, without spare pages a launch and its landing
-take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
+[Note: spare pages] The system zeroes a page before it provides it, which takes longer than most
+passes over the data that is then written there. So the pages of a finished flight are kept for the
+next one, up to the size that callers request with `SparePages`. If the next flight needs other
+sizes, spare pages are released as it takes new ones, so the total, including spare pages, hardly
+exceeds the most that was ever in use. The margin is enough for a few messages; otherwise, these
+would cause the pages of a long vector to be released and allocated again. Measured with two
+processes on one machine, a launch and its landing take 1.4, 1.1 and 1.3 times as long without spare
+pages, with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import ctypes
@@ -19,9 +20,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-# Shorter ones stay in memory that the allocator keeps for what comes next.
+# Shorter vectors use the allocator, which keeps freed memory for later.
 _LONG = 1 << 18
-# Huge pages halve the time of the first write. They have 2 MiB.
+# Huge pages, of 2 MiB each, halve the time of the first write.
 _HUGE = 1 << 22
 
 
@@ -34,17 +35,15 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 def give_back_free_memory() -> None:
-    """Gives memory that the allocator of the host keeps for later to the system, where it can."""
-    # glibc keeps what lies between blocks in use. Others do not know this function, or there is no
-    # such library.
+    """Returns memory that the host's allocator keeps for later to the system, where possible."""
+    # glibc keeps free memory between blocks in use. Other C libraries may lack this function, or
+    # there is no such library.
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class SparePages:
-    """Asks to keep pages that are no longer used for the vectors that come next, as long as this
-    object lives.
-    """
+    """Requests, for the lifetime of this object, that unused pages are kept for later vectors."""
 
     def __init__(self, size: int) -> None:
         _SPARES.request(id(self), size)
@@ -52,14 +51,14 @@ class SparePages:
 
 
 class _Spares:
-    """Lends pages, and keeps returned ones while a caller asks for it.
+    """Lends pages, and keeps returned pages while a caller requests it.
 
-    A finalizer may run wherever memory is allocated, also in here: if the lock is taken, it leaves
-    the pages alone.
+    A finalizer may run wherever memory is allocated, even in this class. If the lock is taken, the
+    finalizer does not keep the pages.
     """
 
     def __init__(self) -> None:
-        # The bytes that each caller asks to keep, and those of each view that is in use.
+        # The bytes that each caller requests to keep, and the bytes of each view in use.
         self._requested: dict[int, int] = {}
         self._lent: dict[int, int] = {}
         # The most bytes that were ever in use.
@@ -68,15 +67,15 @@ class _Spares:
         self._lock = threading.Lock()
 
     def request(self, caller: int, size: int) -> None:
-        """Notes how many bytes a caller asks to keep."""
+        """Records how many bytes a caller requests to keep."""
         self._requested[caller] = size
         if not size:
             del self._requested[caller]
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least that many bytes; they come back when nothing refers to them any
-        more.
+        """Returns pages of at least ``size`` bytes; they are taken back once nothing refers to
+        them.
         """
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
@@ -95,7 +94,9 @@ class _Spares:
         self._change([pages])
 
     def _change(self, back: list[mmap.mmap], size: int = 0) -> mmap.mmap | None:
-        """Keeps returned pages; for a size, takes the smallest spare ones that are hardly larger."""
+        """Keeps returned pages. Given a size, takes the smallest spare pages that are barely
+        larger.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -107,7 +108,7 @@ class _Spares:
                 best = min(fitting, key=len, default=None)
                 self._pages = [pages for pages in self._pages if pages is not best]
                 return best
-            # Pages that no caller requests go, and those far beyond the most ever in use: the
+            # Release pages that no caller requests, and pages far beyond the most ever in use, the
             # oldest first.
             requested = sum(list(self._requested.values()))
             limit = min(requested, self._most + requested // 5 - self._in_use)
@@ -123,10 +124,10 @@ _SPARES = _Spares()
 
 
 def _new_pages(size: int) -> mmap.mmap:
-    # Private: a process that is forked gets a copy, as it does of all other memory.
+    # Private: a forked process gets a copy, as of all other memory.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
-        # Some kernels have pages of one size only.
+        # Some kernels support only one page size.
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

@@ -1,5 +1,5 @@
-"""The strategy for Ray Train, whose ``prepare_trainer`` only takes subclasses of Ray's strategies;
-needs ``ray[train]``.
+"""The strategy for Ray Train, whose ``prepare_trainer`` accepts only subclasses of Ray's
+strategies. It needs ``ray[train]``.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     """Trains one model on the workers of Ray Train, in worker groups.
 
     Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default,
-    the workers on each node form a group; on a single node, each worker is its own group. Give the
-    Trainer ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and leave
-    ``num_nodes`` alone: Ray knows the nodes.
+    the workers on each node form a group; on a single node, each worker is a group. Give the
+    Trainer ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and do not
+    set ``num_nodes``: Ray determines the nodes.
 
     Raises:
         ValueError: In the Trainer, with ``worker_groups="auto"``, if nodes have different numbers
@@ -57,4 +57,4 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: Any) -> None:
-        """Ignores what Lightning sets: Ray knows the nodes."""
+        """Ignores Lightning's value: Ray determines the nodes."""

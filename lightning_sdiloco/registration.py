@@ -1,11 +1,11 @@
-"""Registers the strategies' names in both distributions of Lightning, and imports neither of them.
+"""Registers the strategies' names in both distributions of Lightning without importing either.
 
 [Note: registered when imported] `import lightning_sdiloco` is all that
 `Trainer(strategy="streaming_diloco")` needs, whichever distribution the Trainer is from, and
-whether it is imported before or after. A distribution that is already imported gets the names at
-once. For the other, a finder precedes Python's finders: it lets them search, and registers the
+whether that is imported before or after. A distribution that is already imported gets the names at
+once. For a later one, a finder precedes Python's finders: it lets them search, and registers the
 names once the distribution's registry has been imported. The registered object is a function that
-imports the strategy when a Trainer asks for it. A LightningCLI also finds imported classes by their
+imports the strategy when a Trainer requests it. A LightningCLI also finds imported classes by their
 bare names, so our module is imported along with its module.
 """
 
@@ -68,7 +68,9 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 
 
 def register_when_imported() -> None:
-    """Registers the strategies in modules that are imported already, and in later ones."""
+    """Registers the strategies in modules that are already imported, and in those imported
+    later.
+    """
     for module in sys.modules.keys() & _REGISTRIES.keys():
         _register(sys.modules[module])
     sys.meta_path.insert(0, _Finder())

@@ -1,6 +1,4 @@
-"""The version of the package: of its distribution, which is built with it, of checkpoints and of
-run configs.
-"""
+"""The version of the package, its distribution, its checkpoints and its run configs."""
 
 from pathlib import Path
 
@@ -11,7 +9,7 @@ def require_one_distribution(folder: Path) -> None:
     """Refuses a folder of packages into which both distributions were installed.
 
     Raises:
-        ImportError: If both are there: they share files, and may be of two versions.
+        ImportError: If both are installed: they share files and may have different versions.
     """
     distributions = {
         path.name.split("-")[0] for path in folder.glob("lightning_sdiloco*.dist-info")

@@ -1,8 +1,8 @@
-"""Settings as data: how a checkpoint holds them, and how those of older checkpoints are read.
+"""Settings as data: how a checkpoint stores them, and how older checkpoints are read.
 
-Numbers, texts and None are themselves; lists and maps hold data. A policy or a compression is
-``{"kind": name, "fields": {...}}`` without the fields that have their default, so a checkpoint
-still describes it after a field with a default was added.
+Numbers, strings and None are stored unchanged; lists and maps contain data. A policy or a
+compression is stored as ``{"kind": name, "fields": {...}}`` without the fields that have their
+default, so a checkpoint still describes it after a field with a default is added.
 """
 
 import ast
@@ -14,21 +14,21 @@ from typing import Any, TypedDict, TypeGuard
 from lightning_sdiloco.compression import Compression
 
 Data = Any
-"""A setting as JSON can hold it."""
+"""A setting in a form that JSON can represent."""
 
 Fields = dict[str, Data]
-"""Arguments of a class by name. The class checks their types itself."""
+"""The arguments of a class, by name. The class checks their types."""
 
 
 class SavedObject(TypedDict):
-    """A policy or a compression as a checkpoint holds it."""
+    """A policy or a compression as a checkpoint stores it."""
 
     kind: str
     fields: Fields
 
 
 def as_data(value: object) -> Data:
-    """Returns a setting as data that JSON can hold.
+    """Returns a setting as data that JSON can represent.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.schedule import Selective
@@ -38,7 +38,7 @@ def as_data(value: object) -> Data:
         ['strided', None, 4]
     """
     if isinstance(value, Number) and hasattr(value, "item"):
-        # A scalar of numpy.
+        # A NumPy scalar.
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -55,7 +55,7 @@ def as_data(value: object) -> Data:
 
 
 def describes(data: object, value: object) -> bool:
-    """Returns whether data are those of a setting; fields that they lack have their default.
+    """Returns whether data describes a setting; missing fields have their defaults.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.schedule import Selective
@@ -69,7 +69,7 @@ def describes(data: object, value: object) -> bool:
     if not _has_fields(value):
         return bool(data == as_data(value))
     if not _is_object(data):
-        # The text of an older checkpoint, which could not be read.
+        # Text from an older checkpoint that could not be parsed.
         return bool(data == repr(value))
     saved = dict(data["fields"])
     for name, part, default in _fields_of(value):
@@ -81,7 +81,7 @@ def describes(data: object, value: object) -> bool:
 
 
 def as_text(data: object) -> str:
-    """Returns data as a user would write them in Python.
+    """Returns data as a user would write it in Python.
 
     Examples:
         >>> as_text({"kind": "Selective", "fields": {"threshold": 0.4}})
@@ -96,7 +96,7 @@ def as_text(data: object) -> str:
 
 
 def read_text(text: str) -> Data:
-    """Returns the data of a setting from its ``repr``, as older checkpoints have it.
+    """Parses the ``repr`` of a setting, as older checkpoints contain it, into data.
 
     Examples:
         >>> read_text("Selective(threshold=0.3, most=4)")

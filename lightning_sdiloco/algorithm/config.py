@@ -33,43 +33,42 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _SHORTEST_TIMEOUT = timedelta(seconds=0.1)
 
 UNTRAINED_KINDS = ("mean", "first", "own")
-"""How state that no optimizer trains may be handled; see docs/untrained-state.md."""
+"""The ways to handle state that no optimizer trains; see docs/untrained-state.md."""
 
 AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
-"""One that suits, for messages: with the rate that torch's SGD has by default, 1e-3, it would train
-almost nothing."""
+"""A suitable example for messages: with torch's default rate for SGD, 1e-3, the outer step would
+train almost nothing."""
 
 AUTO: Literal["auto"] = "auto"
-"""Stands for what is chosen: here, or by the planner."""
+"""Marks a setting that is chosen here or by the planner."""
 
 DEFAULT_OVERLAP_STEPS = 5
-"""The most that the paper advises."""
+"""The largest value that the paper recommends."""
 
 DEFAULT_SYNC_EVERY = 100
-"""The paper's choice. It suits long fits, and is the default where no length is known."""
+"""The paper's choice. It suits long fits, and is the default if the length is unknown."""
 
 ENOUGH_ROUNDS = 10
 """A fit with fewer rounds gets a warning."""
 
 OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
-"""Those worth a try. The paper saw next to no loss from up to the last one, and little gain from
-more than five."""
+"""The values worth trying. The paper found almost no loss up to the last one, and little gain
+beyond five."""
 
 SPARSE = 1 / 16
-"""The largest share of the values that a group sends at a time if the compression counts as
-sparse."""
+"""The largest share of the values that a sparse compression sends per launch."""
 
 SPARSE_GAINS = (1.0, 3.2)
-"""Between these a sparse compression needs ``outer_lr / (1 - outer_momentum)``: measured with 1/64
-of the values."""
+"""The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, measured with
+1/64 of the values."""
 
 SENDERS_GAINS = (0.4, 2.0)
-"""The same with a mean over the senders of a value: from the rates of SparseLoCo's code to twice
-the larger one."""
+"""The same range for a mean over the senders of a value: from the rates in SparseLoCo's code to
+twice the larger one."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
-    """Returns how many inner steps a fragment flies: a default gives way to short rounds.
+    """Returns how many inner steps a fragment is in flight: short rounds reduce the default.
 
     Examples:
         >>> overlap_for(100, None), overlap_for(4, None), overlap_for(1, None), overlap_for(4, 2)
@@ -78,32 +77,32 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
     if overlap_steps is not None:
         return overlap_steps
     if not isinstance(sync_every, Integral):
-        # `Settings` refuses it with its reason.
+        # `Settings` refuses it and says why.
         return DEFAULT_OVERLAP_STEPS
     return min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
 
 
 def overlap_in_round(sync_every: int) -> int:
-    """Returns how many inner steps a fragment flies in rounds whose length was chosen."""
+    """Returns how many inner steps a fragment is in flight in rounds of a chosen length."""
     return min(DEFAULT_OVERLAP_STEPS, sync_every // 4)
 
 
 def round_lengths(
     steps: float, short_round: int = 10, overlap_steps: int | None = None, least: int = 1
 ) -> list[int]:
-    """Returns each ``sync_every`` that suits a fit of so many inner steps, the best first; the link
-    decides which of them it hides.
+    """Returns the values of ``sync_every`` that suit a fit of this length, the best first; which of
+    them hide the exchange depends on the link.
 
-    The best one makes 350 rounds, as far as a flight takes at most a quarter of a round. Ten rounds
-    remain, unless a flight would take more than half of each. How many groups there are does not
-    matter: with the tokens fixed, more groups make fewer steps. See docs/choosing.md for what was
-    measured.
+    The best one gives 350 rounds, provided that a flight takes at most a quarter of a round. There
+    are at least ten rounds, unless a flight would take more than half of each. The number of groups
+    does not matter: at equal tokens, more groups take fewer steps. See docs/choosing.md for the
+    measurements.
 
     Args:
-        steps: The inner steps of the fit; infinite if they are not known.
-        short_round: The fewest inner steps of a round in a fit with enough of them.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. None: they follow
-            the length of a round.
+        steps: The inner steps of the fit; infinite if unknown.
+        short_round: The fewest inner steps of a round in a fit that is long enough.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. None derives them
+            from the length of a round.
         least: A lower bound.
 
     Examples:
@@ -142,21 +141,22 @@ def recommended(
     least: float = math.inf,
     direction: str | Direction = EQUALISED,
 ) -> OuterStep:
-    """Returns what suits compression and direction; see docs/choosing.md for what was measured.
+    """Returns the numbers that suit a compression and a direction; docs/choosing.md has
+    measurements.
 
-    One choice serves all numbers of groups: with two, four and eight nothing that was tried was
-    clearly better. A momentum of 0.9 overshoots where it has few rounds to average that out, or
-    where a round is of few inner steps, so that all that a group moves is progress: the smaller of
-    these two numbers is `least`.
+    One choice serves any number of groups: with two, four and eight groups, no other value that was
+    tried was clearly better. A momentum of 0.9 overshoots if there are few rounds to average that
+    out, or if a round has few inner steps, so that all movement of a group is progress. `least` is
+    the smaller of these two numbers.
 
-    If each group chooses the few values it sends (sparse) and the others wait in its error
-    feedback, that is a momentum already, so there is no other one. The mean divides by all groups
-    what one of them has sent, and the progress that they have in common arrives once from each, a
-    little at a time. A mean over the senders only keeps a value whole, which needs a smaller rate:
-    that of SparseLoCo (arXiv 2508.15706), whose code does so.
+    If each group chooses the few values that it sends (sparse) and error feedback keeps the others,
+    this already acts as momentum, so there is no other momentum. The mean divides a value that one
+    group sent by the number of all groups, and progress that groups have in common arrives a little
+    at a time, once from each. A mean over only the senders keeps a value whole, which needs a
+    smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code takes this mean.
 
-    Equal singular values have a smaller norm than the outer gradient has, and no direction among
-    them in which a large rate would overshoot.
+    With equal singular values, the norm is smaller than that of the outer gradient, and there is no
+    direction in which a large rate would overshoot.
 
     Examples:
         >>> recommended()
@@ -175,25 +175,25 @@ def recommended(
 
 
 def momentum_for(least: float) -> float:
-    """Returns the most outer momentum for rounds of so many inner steps, or so many rounds; see
-    `recommended`.
+    """Returns the largest outer momentum for this number of inner steps in a round, or of rounds;
+    see `recommended`.
 
     Examples:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
         [0.5, 0.62, 0.81, 0.98]
     """
-    # With 0.5, the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
+    # With 0.5, the first outer step moves as far as the groups did: 0.7 * (1 + 0.5) is about 1.
     return round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
 
 
 def dense_for(
     num_groups: int, steps: float, settings: "Settings", sync_every: int = 4
 ) -> DenseBeginning | None:
-    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps;
-    None: there is none.
+    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None
+    for none.
 
-    It is a fifth of the inner steps, with eight groups and more: fewer do as well without; see
-    docs/choosing.md.
+    It takes a fifth of the inner steps if there are eight or more groups; fewer do as well without
+    it. See docs/choosing.md.
 
     Examples:
         >>> dense_for(8, 4000, Settings()), dense_for(64, 4000, Settings(), 8).rounds
@@ -214,41 +214,40 @@ def dense_for(
     return DenseBeginning(rounds, sync_every)
 
 
-# A run that is resumed with other values of these trains on exactly as before, up to its end.
+# A run that is resumed with other values of these settings continues exactly as before.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
-# The rounds of a fit after which more help little, and the shortest round.
+# The number of rounds beyond which more help a fit little, and the shortest round.
 _ROUNDS = 350
 _SHORTEST_ROUND = 10
 
-# From how many groups on a dense beginning is chosen, for which share of the inner steps, and its
+# The fewest groups for which a dense beginning is chosen, its share of the inner steps, and its
 # fewest rounds.
 _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
-# The values of settings before there was a choice, except for those that were None.
+# The values of settings before they could be chosen, except for those that were None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
-# Settings that only development versions had. They do not matter for a resume: the state of an engine
-# that was saved inside a warm-up is refused.
+# Settings that only development versions had. They do not affect a resume: engine state that was
+# saved during a warm-up is refused.
 _REMOVED = frozenset({"warmup_steps"})
 
-# The settings of the Nesterov SGD that an optimizer of the user replaces.
+# The settings of the Nesterov SGD that a user's own optimizer replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
-# Values by whose payloads the sizes of compressions are compared.
+# The number of values for which payload sizes are compared.
 _MANY = 1 << 12
 
-# Settings that do not work with a route on which each group holds its own outer parameters, and
-# why.
+# Settings that do not work with a route on which each group has its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
     "dense_beginning": "it needs rounds in which all groups exchange with all others",
-    "schedule": "it needs to hear of all groups, but here only partners know of each other",
-    "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
-    "clip_norm": "groups send where they are, which cannot be clipped",
+    "schedule": "it needs reports from all groups, but here only partners exchange them",
+    "weighing": "a leg takes the plain mean of parameters, not of outer gradients",
+    "clip_norm": "groups send their parameters, which cannot be clipped",
     "outlier_guard": "only partners know each other's norms",
-    "direction": "a leg takes the mean of where its groups are, which is no outer gradient",
+    "direction": "a leg takes the mean of parameters, which is not an outer gradient",
 }
 
 _POLICIES = {
@@ -263,7 +262,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def names_checked(init: Init) -> Init:
-    """Makes a constructor say what to write in place of an argument that it does not have."""
+    """Makes a constructor suggest a correction for an argument that it does not have."""
     names = [*inspect.signature(init).parameters][1:]
 
     @wraps(init)
@@ -276,31 +275,31 @@ def names_checked(init: Init) -> Init:
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step: its optimizer, and what happens to outer gradients before it and to outer
-    state after it.
+    """The outer step: its optimizer, the treatment of outer gradients before it, and the storage of
+    its state.
 
     Args:
-        make: A callable from the flat float32 shards, one per fragment, to a torch optimizer that
-            works elementwise. None: Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
-        lr_schedule: A callable from the optimizer to a torch scheduler, which counts the rounds
-            (outer steps) of each fragment. None keeps the rate.
-        clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips
-            nothing.
+        make: A callable that makes an elementwise torch optimizer from the flat float32 shards, one
+            per fragment. None means Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: A callable that makes a torch scheduler from the optimizer. The scheduler
+            counts the rounds (outer steps) of each fragment. None keeps the rate constant.
+        clip_norm: The norm to which longer outer gradients of a group are scaled down. None
+            disables clipping.
         outlier_guard: A group is left out of the mean if its outer gradient is more than this many
-            times as long as usual: for its own last norms and the growth of the others', or beside
-            the others'. ``"auto"``: 5. None leaves out none.
+            times as long as usual, judged by its own last norms and the growth of the others', or
+            by the others' norms. ``"auto"`` means 5. None leaves out no group.
         offload: True keeps outer parameters and outer momentum in page-locked host memory.
-            ``"auto"``: on CUDA devices.
-        direction: The map of the mean outer gradient before the optimizer steps.
-            ``"elementwise"``: none. ``"equalised"``: the singular values of every matrix become
-            their mean; see `equalised`. Or a map of your own, a `Direction`. ``"auto"``: the one
-            that suits; see docs/choosing.md.
-        matrices: Into how many matrices a parameter is cut along its first dimension, by patterns
-            of names: 3 suits fused projections of queries, keys and values; 0 steps every value by
-            itself. None: as `stack_of` says.
+            ``"auto"`` does so on CUDA devices.
+        direction: How the mean outer gradient is mapped before the optimizer steps.
+            ``"elementwise"`` leaves it unchanged. ``"equalised"`` replaces the singular values of
+            every matrix by their mean; see `equalised`. A `Direction` is a map of your own.
+            ``"auto"`` chooses; see docs/choosing.md.
+        matrices: A map from patterns of names to the number of matrices into which a parameter is
+            split along its first dimension. 3 suits fused projections of queries, keys and values;
+            0 treats all values separately. None follows `stack_of`.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of range. The message names the argument.
 
     Examples:
         >>> from functools import partial
@@ -331,7 +330,7 @@ class OuterOptimizer:
         _require(
             self,
             "clip_norm",
-            # As for torch, inf measures norms and clips none.
+            # As in torch, inf measures norms without clipping.
             norm in (None, math.inf) or (is_number(norm) and norm > 0),
             "it must be a number above 0, or None",
             "sdiloco/outer_grad_norm in the logs shows the usual norms",
@@ -342,7 +341,7 @@ class OuterOptimizer:
             "outlier_guard",
             guard in (None, AUTO) or (is_number(guard) and guard > 1),
             "it must be a number above 1, 'auto' or None",
-            "5.0 leaves out what is five times as long as usual",
+            "5.0 leaves out gradients five times as long as usual",
         )
         _require(
             self,
@@ -390,27 +389,27 @@ class OuterOptimizer:
         _require_map(self, "matrices", is_count, rule)
         if self.direction == ELEMENTWISE:
             raise ValueError(
-                "matrices was given together with direction='elementwise', which knows none. Leave"
+                "matrices was given together with direction='elementwise', which uses none. Leave"
                 " one of them out."
             )
 
     @property
     def map(self) -> Direction | None:
-        """The map of matrices before the optimizer; None if every value is by itself, or it is
-        still ``"auto"``.
+        """The map of matrices before the optimizer; None if values are treated separately, or if it
+        is still ``"auto"``.
         """
         return direction_for(self.direction)
 
     @property
     def guard(self) -> float | None:
-        """How many times as long as usual is too long, as `outlying` says; None leaves out none."""
+        """How many times the usual length is too long; see `outlying`. None leaves out no group."""
         if isinstance(self.outlier_guard, str):
             return GUARD
         return self.outlier_guard
 
     def described(self) -> dict[str, object]:
-        """Returns the choices by the names of settings; results of the callables are compared once
-        the shards are known.
+        """Returns the choices by name of setting; results of callables are compared once the shards
+        are known.
         """
         return {
             "outer_optimizer": _name(self.make),
@@ -427,7 +426,7 @@ OuterOptimizer.__init__ = names_checked(OuterOptimizer.__init__)  # type: ignore
 
 
 def _name(choice: Callable[..., object] | str | None) -> str | None:
-    """Returns a choice, or the name of a callable, whose repr may hold an address."""
+    """Returns a choice, or the name of a callable, whose repr may contain an address."""
     if callable(choice):
         return str(getattr(choice, "__qualname__", type(choice).__name__))
     return choice
@@ -435,8 +434,8 @@ def _name(choice: Callable[..., object] | str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run, described in `StreamingDiLoCo`; refuses what is out of its range, by
-    name.
+    """The settings of a run, described in `StreamingDiLoCo`; refuses values that are out of range,
+    by name.
     """
 
     sync_every: int = DEFAULT_SYNC_EVERY
@@ -544,7 +543,7 @@ class Settings:
                 )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have"
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot check that all have"
                     f" the same one. Make {type(policy).__name__} a frozen dataclass."
                 )
         self._check_weighing()
@@ -582,7 +581,7 @@ class Settings:
         if self.schedule is not None:
             raise ValueError(
                 f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
-                " decides itself when fragments launch. Leave out one of them."
+                " itself decides when fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
@@ -600,7 +599,7 @@ class Settings:
             if value not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
                     f"{name}={value!r} does not work with route={self.route!r}, on which each group"
-                    f" holds its own outer parameters: {why}. Leave {name} out, or route."
+                    f" has its own outer parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
@@ -635,14 +634,14 @@ class Settings:
 
     @property
     def landing(self) -> LandingRule:
-        """How a group takes the outer parameters in; an error while ``mixing`` is ``"auto"``."""
+        """How a group takes the outer parameters; an error while ``mixing`` is ``"auto"``."""
         if isinstance(self.mixing, LandingRule):
             return self.mixing
         return Mix(float(self.mixing))
 
     @staticmethod
     def among(arguments: Mapping[str, object]) -> "Settings":
-        """Makes the settings from those that are among some arguments, by name."""
+        """Makes the settings from the arguments that have their names."""
         names = [field.name for field in fields(Settings)]
         chosen: Fields = {name: arguments[name] for name in names if name in arguments}
         sync_every = chosen.get("sync_every", Settings.sync_every)
@@ -655,18 +654,20 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The most momentum of the built-in Nesterov SGD in dense rounds; None: as in all others."""
+        """The largest momentum of the built-in Nesterov SGD in dense rounds; None if not
+        limited.
+        """
         if self.dense_beginning is None or self.outer.make is not None:
             return None
         return momentum_for(self.dense_beginning.sync_every)
 
     def schedule_of(self, fragments: int) -> Schedule:
-        """Returns when so many fragments launch and land, if no other schedule was given."""
+        """Returns the schedule for a number of fragments if no other schedule was given."""
         return Schedule(self.sync_every, self.overlap_steps, fragments, self.dense_beginning)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numbers of outer step and landing, as far as they are chosen: by name, as in
+        """The numbers of the outer step and the landing that are already chosen, named as in
         `OuterStep`.
         """
         chosen = dict[str, float]()
@@ -678,7 +679,7 @@ class Settings:
 
     @property
     def numbers_and_policies(self) -> dict[str, float | str]:
-        """The same as `numbers`, and the policies, as text."""
+        """The same as `numbers`, plus the policies as text."""
         chosen: dict[str, float | str] = {**self.numbers}
         for name in ("mixing", "schedule", "weighing", "route"):
             policy = getattr(self, name)
@@ -744,8 +745,7 @@ class Settings:
         numbers = Fields()
         for name in self._left_open:
             value = settings_before.get(name, AUTO)
-            # A landing rule is not taken: the comparison afterwards shows whether it is another
-            # one.
+            # A landing rule is not taken: the later comparison shows whether it differs.
             if is_real(value):
                 numbers[name] = value
         settings = replace(self, **numbers)
@@ -758,7 +758,7 @@ class Settings:
     def _left_open(self) -> list[str]:
         is_open = [name for name in OuterStep._fields if getattr(self, name) == AUTO]
         if self.outer.make is not None:
-            # It replaces the Nesterov SGD of the others.
+            # It replaces the Nesterov SGD that these configure.
             return [name for name in is_open if name not in _OF_SGD]
         return is_open
 
@@ -787,7 +787,7 @@ class Settings:
         return SPARSE_GAINS
 
     def saved(self, is_open: Collection[str] = ()) -> dict[str, object]:
-        """Returns, as data, the settings without which a checkpoint cannot be resumed exactly.
+        """Returns, as data, the settings that must be the same to resume a checkpoint exactly.
 
         Args:
             is_open: The settings that are still to be chosen.
@@ -829,7 +829,7 @@ class Settings:
 
     @property
     def weighing_text(self) -> str:
-        """The weighing as text, the same before and after a field with a default was added."""
+        """The weighing as text, which does not change when a field with a default is added."""
         return as_text(as_data(self.weighing))
 
     def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
@@ -840,8 +840,8 @@ class Settings:
         return {**fixed, **dict.fromkeys(is_open, AUTO)}
 
     def _values(self) -> dict[str, object]:
-        """Returns every setting by name, those of the outer optimizer and the backend one by
-        one.
+        """Returns every setting by name, with those of the outer optimizer and the backend listed
+        separately.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
@@ -849,7 +849,7 @@ class Settings:
 
 
 def read_settings(saved: Mapping[str, object]) -> Fields:
-    """Returns the settings of a checkpoint as data: older ones have them as texts."""
+    """Returns the settings of a checkpoint as data; older checkpoints contain them as text."""
     texts = {name: text for name, text in saved.items() if isinstance(text, str)}
     if len(texts) < len(saved):
         return dict(saved)
@@ -862,7 +862,7 @@ def _saved_as(name: str, saved: Mapping[str, object]) -> Data:
 
 
 def _is_plain(name: str) -> bool:
-    """Returns whether texts of a setting are shown without quotes."""
+    """Returns whether the text of a setting is shown without quotes."""
     return name == "exchange.backend" or name.startswith("outer_optimizer")
 
 
@@ -876,7 +876,7 @@ def _shown(name: str, data: object) -> str:
 
 _TOGETHER = (
     "does not work with worker groups that are launched together: every launch waits for all of"
-    " them, since a collective ends with all or not at all. Launch each group as a site of a"
+    " them, since a collective needs all of them. Launch each group as a site of a"
     " federation, which closes rounds without sites that are late:"
     " federation=Federation({name}=..., ...)"
 )
@@ -906,7 +906,7 @@ _INSTEAD = {
         (
             "dense_beginning",
             "is dense_beginning here: DenseBeginning(rounds) exchanges more often in its first"
-            " rounds. Eight groups and more have one by default",
+            " rounds. Eight or more groups have one by default",
         ),
     ),
 }
@@ -922,7 +922,7 @@ _BESIDE_THE_OUTER_OPTIMIZER = {
         "outer_momentum": "outer_momentum",
     }.items()
 }
-"""The same for arguments of an `OuterOptimizer`, which a strategy may have."""
+"""The same for arguments of an `OuterOptimizer` that belong to the strategy."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -938,7 +938,7 @@ OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
 def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, object]) -> None:
-    """Refuses arguments that a class (``owner``) does not have, and says what to write.
+    """Refuses arguments that a class (``owner``) does not have, and suggests corrections.
 
     Raises:
         ValueError: If an argument has another name, or belongs elsewhere.
@@ -968,7 +968,7 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, o
 
 
 def _make_plain(settings: "OuterOptimizer | Settings") -> None:
-    """Turns scalars of numpy into plain numbers, which are compared between ranks, and saved."""
+    """Turns NumPy scalars into plain numbers, which are compared between ranks and saved."""
     for field in fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, Number) and hasattr(value, "item"):
@@ -986,12 +986,12 @@ def _require(
     """Refuses a setting for which a rule does not hold.
 
     Args:
-        settings: The object that has it.
+        settings: The object with the setting.
         name: The name of the setting.
         holds: True if the rule holds.
         rule: The rule, in words.
         advice: The end of the message.
-        kind: The type that it must have; int and float stand for all numbers.
+        kind: The required type; int and float mean any number.
     """
     if holds:
         return
@@ -1009,12 +1009,14 @@ def _require(
 def _require_map(
     settings: object, name: str, is_right: Callable[[object], bool], rule: str
 ) -> None:
-    """Refuses a setting that does not map patterns to right values; makes it a plain dict."""
+    """Refuses a setting that does not map patterns to valid values, and turns it into a plain
+    dict.
+    """
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
         raise ValueError(
             f"{name}={patterns!r} is of type {type(patterns).__name__}: {rule}. Leave it out, or"
-            " map."
+            " give a map."
         )
     object.__setattr__(settings, name, dict(patterns))
     for pattern, value in patterns.items():
@@ -1037,7 +1039,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def fault_of(value: object, must_be_whole: bool) -> str:
-    """Returns the fault of a value that is no number of the wanted kind, or out of its range."""
+    """Returns the fault of a value that is not a number of the expected kind or is out of range."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):

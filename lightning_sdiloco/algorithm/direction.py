@@ -1,11 +1,11 @@
 """The direction in which an outer step moves a matrix: all singular values of its mean outer
 gradient become equal.
 
-A map of one matrix, without state of its own, before the outer optimizer, which stays elementwise.
-Groups agree on the result only if its bits are the same everywhere, and the bits of an ordinary
-product of matrices differ between kinds of processors, numbers of threads and accelerators. So
-products are exact here: float64 holds every sum, in whatever order it is made, if factors are
-multiples of 2^-24 and no row or column of them is longer than a few units.
+This is a stateless map of one matrix before the outer optimizer, which remains elementwise. Groups
+agree only if the result is bit-identical everywhere, but an ordinary product of matrices differs
+between processors, numbers of threads and accelerators. So products are exact here: float64
+represents every sum, in any order, if factors are multiples of 2^-24 and the norms of their rows
+and columns are at most a few units.
 """
 
 from collections import defaultdict
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 Direction = Callable[[str, Tensor], Tensor]
-"""A map of the mean outer gradient of a parameter: its name, and its matrices
-``(number, rows, columns)``, float32.
+"""A map of the mean outer gradient of a parameter, called with the parameter's name and its float32
+matrices, ``(number, rows, columns)``.
 
-It returns matrices of that shape, keeps nothing from one call to the next, and has the same bits in
-every group.
+It returns matrices of that shape, keeps no state between calls, and is bit-identical in every
+group.
 """
 
 EQUALISED: Literal["equalised"] = "equalised"
 ELEMENTWISE: Literal["elementwise"] = "elementwise"
 
 SMALLEST_SHARE = 1e-3
-"""Singular values above this share of the Frobenius norm become equal; smaller ones stay in
-proportion."""
+"""Singular values above this share of the Frobenius norm become equal; smaller ones keep their
+proportions."""
 
-# Odd polynomials a x + b x^3 + c x^5. Each takes the range that the one before made of
-# [SMALLEST_SHARE, 1] as close to 1 as it can (Polar Express, arXiv 2505.16932, without its margin
-# for bfloat16). After the last one all are within 1e-3 of 1; values below that share have grown
-# 2000 times at most.
+# Odd polynomials a x + b x^3 + c x^5. Each maps the range that the one before made of
+# [SMALLEST_SHARE, 1] as close to 1 as possible (Polar Express, arXiv 2505.16932, without its margin
+# for bfloat16). After the last one, all values are within 1e-3 of 1; those below that share have
+# grown at most 2000 times.
 _POLYNOMIALS = (
     (8.470328804, -25.108074707, 18.629275599),
     (4.182834183, -3.108701110, 0.580606681),
@@ -43,28 +43,28 @@ _POLYNOMIALS = (
     (1.888716197, -1.265157225, 0.376518926),
 )
 
-# Matrices of one shape are mapped together, up to so many values: many small ones take as long as
-# one.
+# Matrices of one shape are mapped together, up to this number of values: many small ones then take
+# as long as one.
 _TOGETHER = 1 << 22
 
 _FIXED_POINT = 2.0**24
 
-# A float64 holds whole numbers up to 2^53; its exponent is in these bits.
+# A float64 represents whole numbers up to 2^53; its exponent is in these bits.
 _WHOLE_BITS = 53
 _EXPONENT = 0x7FF << 52
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 
 def equalised(matrices: Tensor) -> Tensor:
-    """Returns the multiple of the polar factor of each matrix that lies closest to it.
+    """Returns, for each matrix, the multiple of its polar factor that is closest to it.
 
-    That is ``U @ Vh`` of its singular value decomposition, times the mean of the singular values:
-    their sum stays what it was. Directions in which a matrix is all but zero, as for dead units and
-    for tokens that were not seen, stay so; see `SMALLEST_SHARE`. A matrix that is zero, or not
-    finite, stays as it is.
+    This is ``U @ Vh`` of its singular value decomposition, times the mean of the singular values,
+    so their sum does not change. Directions in which a matrix is almost zero, such as those of dead
+    units and unseen tokens, remain so; see `SMALLEST_SHARE`. A matrix that is zero or not finite is
+    unchanged.
 
-    The bits are the same on every device, for every number of threads, and whether matrices come
-    alone or together.
+    The result is bit-identical on every device, with any number of threads, and whether matrices
+    are passed separately or together.
 
     Args:
         matrices: Matrices of one shape, ``(..., rows, columns)``, of any floating dtype.
@@ -90,8 +90,8 @@ def equalised(matrices: Tensor) -> Tensor:
 
 
 def _polar_factor(matrices: Tensor) -> Tensor:
-    """Returns matrices whose singular values are 1; overwrites those that it is given."""
-    # A power of two changes no bit; values far from 1 would overflow.
+    """Returns matrices whose singular values are 1; overwrites its input."""
+    # Division by a power of two is exact; values far from 1 would overflow.
     factor = matrices.div_(_power_of_two(matrices))
     _rounded(factor.div_(_inner(factor, factor).sqrt()))
     for linear, cubic, quintic in _POLYNOMIALS:
@@ -109,8 +109,8 @@ def _rounded(values: Tensor) -> Tensor:
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the inner product of each pair of matrices, as a matrix of one value: exact, of
-    rounded values.
+    """Returns the exact inner product of each pair of rounded matrices, as a matrix of one
+    value.
     """
     bits = (_WHOLE_BITS - left.shape[-2:].numel().bit_length()) // 2
     left_unit = _power_of_two(left) * 2.0 ** (1 - bits)
@@ -131,7 +131,7 @@ def _power_of_two(matrices: Tensor) -> Tensor:
 
 
 def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters as a direction maps them, by name."""
+    """Applies a direction to parameters, and returns the results by name."""
     if direction is not _equalised:
         return {name: direction(name, matrices) for name, matrices in parameters.items()}
     directed = dict[str, Tensor]()
@@ -167,7 +167,9 @@ def _equalised(name: str, matrices: Tensor) -> Tensor:
 
 
 def direction_for(choice: str | Direction) -> Direction | None:
-    """Returns the map that was chosen, by name or itself; None if every value is by itself."""
+    """Returns the chosen map, given by name or as a callable; None if values are treated
+    separately.
+    """
     if callable(choice):
         return choice
     if choice == EQUALISED:

@@ -1,17 +1,17 @@
-"""Routes: the groups with which each group exchanges in a round, and what they send if these are
-not all others.
+"""Routes decide which groups exchange in a round, and how they do so if not all groups exchange
+together.
 
-[Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round
-the groups of a *leg*, two or three, tell each other where they are, and each makes its outer step
-with its outer parameters minus the mean of that as its outer gradient. Over all groups these outer
-gradients have the mean that they have when all exchange, so the mean of the outer parameters moves
-as there, for an outer optimizer that is linear in its gradients, as SGD with momentum is; and the
-groups draw near to each other. With ``outer_lr=1`` and no momentum, the outer step is the mean of
-the leg itself.
+[Note: gossip] On a route that is not shared, each group has its own outer parameters. In a round,
+the two or three groups of a *leg* send each other their local parameters, and each takes its outer
+step with its outer parameters minus the mean of these as its outer gradient. Over all groups, these
+outer gradients have the same mean as if all groups exchanged. So if the outer optimizer is linear
+in its gradients, as SGD with momentum is, the mean of the outer parameters moves in the same way,
+and the groups approach each other. With ``outer_lr=1`` and no momentum, the outer step gives
+exactly the mean of the leg.
 
-A group sends where it is, less an *anchor*: the values with which the rounds began, the same in all
-groups. The loss of the compression stays with the group. So the mean over the groups is kept,
-whatever the compression.
+A group sends its local parameters minus an *anchor*: the values at the start of the rounds, which
+are the same in all groups. The compression error remains in the group, so every compression
+preserves the mean over the groups.
 """
 
 from abc import ABC, abstractmethod
@@ -27,21 +27,20 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression import Compression, resolve
 
-# How many rounds of a route are tried before training.
+# The number of rounds of a route that are checked before training.
 _TRIED = 8
 
-# A compression that loses more than this share of what it encodes would part the groups: what is
-# sent, how far a group is from where the rounds began, is many times as long as what it trained in
-# a round.
+# A compression that loses more than this share of what it encodes would drive the groups apart: a
+# group sends its distance from the anchor, which is many times as long as its progress in a round.
 _MOST_LOST = 0.01
 
 Leg = tuple[int, ...]
-"""Groups that exchange with each other in a round, rising."""
+"""Groups that exchange with each other in a round, in ascending order."""
 
 
 class Momentum(NamedTuple):
-    """Numbers of the momentum of A2CiD2 between rounds: each group keeps a second vector beside
-    its values.
+    """The numbers of A2CiD2's momentum between rounds, for which each group keeps a second
+    vector.
     """
 
     rate: float
@@ -49,14 +48,14 @@ class Momentum(NamedTuple):
 
 
 class Route(ABC):
-    """Decides whom each group exchanges with in a round.
+    """Decides with which groups each group exchanges in a round.
 
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
-    All groups must decide alike, from the number of the round alone.
+    All groups must make the same decision, based only on the number of the round.
 
     Attributes:
-        shared: True if all groups hold the same outer parameters, which takes one leg of all
-            groups. If not, each has its own; see [Note: gossip].
+        shared: True if all groups have the same outer parameters, which requires one leg of all
+            groups. Otherwise, each has its own; see [Note: gossip].
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class Route(ABC):
 
     @abstractmethod
     def legs(self, number: int, groups: int) -> Sequence[Leg]:
-        """Returns the legs of a round. Each group is in one of them.
+        """Returns the legs of a round. Each group is in exactly one of them.
 
         Args:
-            number: The round of a fragment, from 0.
-            groups: Number of worker groups.
+            number: The round of a fragment, counted from 0.
+            groups: The number of worker groups.
         """
 
     def momentum(self, groups: int) -> Momentum | None:
@@ -97,10 +96,10 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """Pairs groups at random in each round, as NoLoCo does (arXiv 2506.10911).
+    """Pairs groups at random in each round, as in NoLoCo (arXiv 2506.10911).
 
     Args:
-        seed: Other seeds make other pairs.
+        seed: The seed of the random pairs.
 
     Examples:
         >>> RandomPairs(seed=0).legs(0, groups=5)
@@ -116,13 +115,13 @@ class RandomPairs(Route):
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Each group exchanges with its two neighbours in turn, with the continuous momentum of A2CiD2.
+    """Each group alternates between its two neighbours, with the continuous momentum of A2CiD2.
 
     The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer
     step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
 
     Args:
-        accelerated: True for a momentum, which needs four groups; see `Momentum`.
+        accelerated: True for the momentum, which needs at least four groups; see `Momentum`.
 
     Examples:
         >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
@@ -145,8 +144,8 @@ class Ring(Route):
                 " fewer than 4 each group is a neighbour of all others, and there is nothing to"
                 " accelerate. Choose Ring(accelerated=False), or leave route out."
             )
-        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least
-        # eigenvalue above 0, and half of the largest resistance of an edge.
+        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its
+        # smallest positive eigenvalue, and half of the largest resistance of an edge.
         slowness = 1 / (1 - cos(2 * pi / groups))
         resistance = (groups - 1) / groups
         return Momentum(
@@ -155,8 +154,8 @@ class Ring(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of groups that follow each other: pairs, and a third in the last if one group
-    is left over.
+    """Returns legs of consecutive groups: pairs, and three groups in the last leg if one is left
+    over.
     """
     starts = range(0, max(1, len(order) - 1), 2)
     legs = [tuple(order[start : start + 2]) for start in starts]
@@ -165,7 +164,7 @@ def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
 
 
 def check_legs(route: Route, groups: int) -> None:
-    """Refuses a route that does not bring each group into one leg of each of its first rounds."""
+    """Refuses a route that does not put each group into one leg in each of its first rounds."""
     for number in range(_TRIED):
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
@@ -175,7 +174,7 @@ def check_legs(route: Route, groups: int) -> None:
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared), but"
+                f"route={route!r} says that all groups have the same outer parameters (shared), but"
                 f" has the legs {tuple(legs)} in round {number}: groups of different legs would"
                 " drift apart. Set shared to False."
             )
@@ -184,7 +183,7 @@ def check_legs(route: Route, groups: int) -> None:
 
 def _shuffled(groups: Sequence[int], seed: int, number: int) -> list[int]:
     order = list(groups)
-    # A text is hashed in the same way everywhere.
+    # Strings are hashed in the same way everywhere.
     Random(f"{seed}, {number}").shuffle(order)
     return order
 
@@ -211,11 +210,11 @@ def bring(
     twin: Tensor | None = None,
     momentum: Momentum | None = None,
 ) -> Brought:
-    """Returns what a group brings to its leg. Writes to none of the tensors."""
+    """Returns a group's contribution to its leg. Does not modify the tensors."""
     local = outer - gradient
     if momentum is None:
         return Brought(local - anchor, gradient, None)
-    # The inner steps moved both alike. Then they draw near to each other for a round.
+    # The inner steps moved both vectors equally. Now they approach each other for a round.
     second = local
     if twin is not None:
         second = twin - gradient
@@ -234,7 +233,7 @@ def take(
     finite: bool,
     momentum: Momentum | None,
 ) -> Taken:
-    """Returns what a group takes from the mean of its leg; `decoded` is what it sent, as its
+    """Returns what a group takes from the mean of its leg; `decoded` is its contribution as its
     partners decode it.
     """
     if not finite:
@@ -242,7 +241,7 @@ def take(
         if momentum is not None:
             twin = anchor + mean
         return Taken((outer - anchor).sub_(mean), twin)
-    # The loss of the compression stays with the group: it is in neither term.
+    # The compression error remains in the group: neither term contains it.
     difference = decoded - mean
     gradient = brought.gradient + difference
     if momentum is None or brought.twin is None:
@@ -252,7 +251,7 @@ def take(
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups hold their own outer
+    """Refuses a compression that does not suit a route on which groups have their own outer
     parameters.
     """
     codec = resolve(compression)
@@ -261,8 +260,8 @@ def check_compression(compression: str | Compression) -> None:
     if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(
             f"compression={compression!r} does not work with this route: partners must send each"
-            " other the same values, whole, but this one lets each group choose, or remembers."
-            f" {advice}"
+            " other the same values in full, but this one lets each group choose values, or has"
+            f" error feedback. {advice}"
         )
     dense = traits.values or codec
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -272,6 +271,6 @@ def check_compression(compression: str | Compression) -> None:
     if lost > _MOST_LOST:
         raise ValueError(
             f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route"
-            " groups send how far they are from where the rounds began, which may lose"
-            f" {_MOST_LOST:.0%} at most. {advice}"
+            " groups send their distance from the start of the rounds, which may lose at most"
+            f" {_MOST_LOST:.0%}. {advice}"
         )

@@ -1,25 +1,27 @@
-"""The guard: which outer gradients are too long to count.
+"""The guard decides which outer gradients are too long to count.
 
-It needs no tensor: the hub of a federation asks it, too. It decides from plain numbers that all
-know alike, so it decides the same everywhere.
+It needs no tensors, because the hub of a federation also uses it. It decides from plain numbers
+that are the same everywhere, and so are its decisions.
 
 [Note: the model of lengths] The more a group trains between two launches, the longer its outer
-gradient, but ever more slowly: after 300 inner steps it may be as long as after 10. So
+gradient becomes, but it grows ever more slowly: after 300 inner steps, it may be as long as after
+10. So
 
     norm = level of the group * growth of the round * distance / (distance + half)
 
-The distance is the sum of the learning rates of the inner steps, or their number where a learning
-rate is unknown. A level is a median over the last eight rounds, of the lengths that counted. Equal
-distances say nothing about ``half``: the guard tries 13 of them, and keeps all that explain these
-lengths almost as well as the best one does. Usual is the longest length that one of them allows.
-All lengths are compared as logarithms, which are computed here: those of the C library differ in
-their last bit between machines, and with it the judgement could.
+The distance is the sum of the learning rates of the inner steps, or the number of steps if a
+learning rate is unknown. A level is the median of the lengths that counted in the last eight
+rounds. Equal distances do not determine ``half``: the guard tries 13 values, and keeps all that
+explain these lengths almost as well as the best one. The usual length is the longest that one of
+them allows. Lengths are compared as logarithms, which are computed here: those of the C library
+differ in their last bit between machines, which could change the decision.
 
-[Note: directions] A flipped sign leaves the length as it is, but the outer gradient then points
-against the others', who agree with each other. So does that of a site whose data differs from data
-that the others share, once those have learned what all of them share: at the optimum all outer
-gradients add up to nothing. No rule tells the two apart, so nobody is left out for a direction. It
-is reported if it lasts, and if three others can agree.
+[Note: directions] A flipped sign does not change the length, but the outer gradient then points
+against those of the others, which agree with each other. So does that of a site whose data differs
+from data that the others share, once the others have learned what all sites have in common: at the
+optimum, all outer gradients add up to zero. No rule can tell the two cases apart, so no site is
+left out because of its direction. A direction is reported if it lasts, and if there are three
+others that can agree.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,58 +36,59 @@ Member = TypeVar("Member")
 """A group by its number, or a site by its name."""
 
 GUARD = 5.0
-"""How many times as long is too long, by default."""
+"""How many times the usual length is too long, by default."""
 
 REMEMBERED = 8
-"""The rounds whose lengths a new one is compared with."""
+"""The number of past rounds with which a length is compared."""
 
 FIRST = 1e4
-"""How many times as long as the others' is too long where nothing else is known."""
+"""How many times the others' length is too long if nothing else is known."""
 
 BUFFERS = 100.0
-"""How many times as large as usual buffers are too large."""
+"""How many times the usual size is too large for buffers."""
 
 NOT_FINITE = 3.4028234663852886e38
 """The size of buffers that are not finite: the largest number of a control vector."""
 
 JUDGED = 16
-"""The contributions of a site that are judged together: whether to leave, and where they point."""
+"""The number of a site's contributions that are judged together, for leaving and for directions."""
 
 AGAINST = 12
-"""How many of them point against the others before that is reported."""
+"""How many of them must point against the others before this is reported."""
 
 AGAINST_OTHERS = (
     f"at least {AGAINST} of its last {JUDGED} contributions had a negative cosine with the mean of the"
-    " others', who agree with each other. They count all the same. If its data is like the others',"
+    " others', which agree with each other. They still count. If its data is like the others',"
     " look for a wrong sign in its loss, its labels or its optimizer."
 )
 
 _ENOUGH = 4
 _PEERS = 2
-# The rounds over which a scale is averaged, and by how much one round can change it.
+# The number of rounds over which a scale is averaged, and the most by which one round can change
+# it.
 _SCALED = 64
 _LARGEST_CHANGE = 0.7
 # In units of the median distance.
 _HALVES = [4.0**power for power in range(-6, 7)]
-# Cosines beyond this say that outer gradients agree, or that they oppose each other.
+# With cosines beyond this, outer gradients agree or oppose each other.
 _OPPOSED = 0.1
 _AGREEING = 3
-# By how much more a curve may miss the last lengths than the best one does, on average.
+# The most by which the average error of a curve may exceed that of the best one.
 _TOLERANCE = 0.25
-# The largest logarithm of a length, and the least sum of learning rates that says anything.
+# The largest logarithm of a length, and the smallest sum of learning rates that is meaningful.
 _LARGEST = 700.0
 _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
-# Of the series of a logarithm, the last one first: 1/35, 1/33, ..., 1.
+# The coefficients of the logarithm's series, the last one first: 1/35, 1/33, ..., 1.
 _COEFFICIENTS = tuple(1.0 / power for power in range(35, 0, -2))
 
 
-# Every round compares the lengths of the last eight again.
+# Cached, because every round compares the lengths of the last eight rounds again.
 @lru_cache(1 << 16)
 def _log(number: float) -> float:
-    """Returns the natural logarithm, by operations that are exact to the bit everywhere."""
+    """Returns the natural logarithm, by operations that are bit-identical everywhere."""
     if number == inf:
         return inf
     mantissa, exponent = frexp(number)
@@ -98,7 +101,7 @@ def _log(number: float) -> float:
 
 
 def _exp(logarithm: float) -> float:
-    """Returns a number by its natural logarithm, within `_LARGEST`, in the same way."""
+    """Returns the exponential of a logarithm, limited to `_LARGEST`, in the same way."""
     logarithm = max(-_LARGEST, min(logarithm, _LARGEST))
     exponent = round(logarithm / _LOG_2)
     remainder = logarithm - exponent * _LOG_2
@@ -109,12 +112,12 @@ def _exp(logarithm: float) -> float:
 
 
 class Length(NamedTuple):
-    """The length of an outer gradient, and how far its group trained for it.
+    """The length of an outer gradient, and how much its group trained for it.
 
     Attributes:
-        norm: Norm of the outer gradient.
-        steps: Inner steps, or another measure of training that grows with them.
-        path: Sum of the learning rates of these inner steps; 0 if unknown.
+        norm: The norm of the outer gradient.
+        steps: The number of inner steps, or another measure of training that grows with them.
+        path: The sum of the learning rates of these inner steps; 0 if unknown.
     """
 
     norm: float
@@ -138,9 +141,10 @@ class Past(NamedTuple):
     """The lengths that the guard remembers of a group.
 
     Attributes:
-        lengths: Those of the last eight rounds, the oldest first; None where it took no part.
-        scale: Logarithm of its norms over the others', as an average over many rounds.
-        rounds: How many rounds have made the scale, at most 64.
+        lengths: The lengths of the last eight rounds, the oldest first; None for a round in which
+            it took no part.
+        scale: The logarithm of the ratio of its norms to the others', averaged over many rounds.
+        rounds: The number of rounds in this average, at most 64.
     """
 
     lengths: tuple[Length | None, ...] = ()
@@ -152,13 +156,13 @@ class Past(NamedTuple):
         return [length for length in self.lengths if length is not None]
 
     def plain(self) -> dict[str, object]:
-        """Returns it as JSON."""
+        """Returns the past as JSON."""
         lengths = [None if length is None else list(length) for length in self.lengths]
         return {"lengths": lengths, "scale": self.scale, "rounds": self.rounds}
 
     @staticmethod
     def read(saved: object) -> "Past":
-        """Reads what `plain` returned; what an earlier version has saved is forgotten."""
+        """Reads the result of `plain`; pasts that an earlier version saved are dropped."""
         if not isinstance(saved, dict):
             return Past()
         lengths = (None if length is None else Length(*length) for length in saved["lengths"])
@@ -166,8 +170,8 @@ class Past(NamedTuple):
 
 
 class TooLong(NamedTuple):
-    """Why an outer gradient is left out: it is ``times`` as long as usual for its group, or as
-    usual beside the others.
+    """Why an outer gradient is left out: it is ``times`` as long as usual for its group, or
+    compared with the others.
     """
 
     times: float
@@ -176,7 +180,7 @@ class TooLong(NamedTuple):
 
 @dataclass(frozen=True)
 class _Curve(Generic[Member]):
-    """A possible course of lengths, with the level of each member that has enough of them."""
+    """A possible growth of lengths, with the level of each member that has enough lengths."""
 
     half: float
     levels: Mapping[Member, float]
@@ -204,7 +208,7 @@ def _curves(
         distances += map(distance, last)
     unit = median(distances)
     curves = list[_Curve[Member]]()
-    # By member: by how much each curve misses its lengths.
+    # For each member, the error of each curve.
     misses = {member: list[float]() for member in enough}
     for half in _HALVES:
         levels = dict[Member, float]()
@@ -219,8 +223,8 @@ def _curves(
 def _likely(
     curves: Sequence[_Curve[Member]], misses: Sequence[Sequence[float]]
 ) -> list[_Curve[Member]]:
-    """Returns the curves that miss the lengths by little more than the best one, on average over
-    the members.
+    """Returns the curves whose error, averaged over the members, is little more than that of the
+    best one.
     """
     best = list(map(min, misses))
     excess = list[float]()
@@ -234,8 +238,8 @@ def _likely(
 
 @dataclass(frozen=True)
 class _Round(Generic[Member]):
-    """The lengths of a round that can be compared, the past of its members, and the curves that
-    explain it. All results are logarithms.
+    """The lengths of a round that can be compared, the pasts of its members, and the curves that
+    explain them. All results are logarithms.
     """
 
     lengths: Mapping[Member, Length]
@@ -257,7 +261,7 @@ class _Round(Generic[Member]):
         return _curves(lengths, self.distance)
 
     def growth(self, member: Member, curve: _Curve[Member]) -> float:
-        """Returns by how much the others are longer than a curve says; 0 if that is not known."""
+        """Returns how much longer the others are than a curve predicts; 0 if unknown."""
         growths = list[float]()
         for peer, length in self.lengths.items():
             if peer != member and peer in curve.levels:
@@ -265,8 +269,8 @@ class _Round(Generic[Member]):
         return median_high(growths or [0.0])
 
     def is_usual_by_any_curve(self, member: Member, length: Length, guard: float) -> bool:
-        """Returns whether a length is not too long for a member's own past, whatever its curve: no
-        curve falls where the distance grows, or falls faster than the distance.
+        """Returns whether a length is not too long for a member's own past with any curve: no curve
+        falls while the distance grows, or falls faster than the distance.
         """
         if member not in self.lengths or not self._has_past(member):
             return False
@@ -276,11 +280,13 @@ class _Round(Generic[Member]):
         return length.log <= guard + least
 
     def usual_in_its_past(self, member: Member, length: Length) -> float | None:
-        """Returns the longest usual length by a member's own past; None if it has too little."""
+        """Returns the longest usual length according to a member's own past; None if that is too
+        short.
+        """
         if not self._has_past(member):
             return None
         distance = self.distance(length)
-        # Where the others have become shorter, a member may stay as it is.
+        # If the others have become shorter, a member need not follow them.
         usual_lengths = [self.curves[0].usual(member, distance)]
         for curve in self.curves:
             usual_lengths.append(curve.usual(member, distance) + self.growth(member, curve))
@@ -290,8 +296,8 @@ class _Round(Generic[Member]):
         return max(usual_lengths)
 
     def usual_beside_peers(self, member: Member, length: Length) -> float | None:
-        """Returns the usual length by the others' lengths in this round, each in the scale of its
-        member; None if too little is known.
+        """Returns the usual length according to the others' lengths in this round, each in the
+        scale of its member; None if too little is known.
         """
         scaled = list[float]()
         for peer, length_of_peer in self._peers(member, length).items():
@@ -330,7 +336,7 @@ class _Round(Generic[Member]):
         return member in self.pasts and self.pasts[member].rounds >= _ENOUGH
 
     def _peers(self, member: Member, length: Length) -> dict[Member, float]:
-        """Returns the lengths of the others, at most as they would be after this distance."""
+        """Returns upper bounds for the others' lengths after this distance."""
         peers = dict[Member, float]()
         for peer, length_of_peer in self.lengths.items():
             if peer != member:
@@ -345,16 +351,16 @@ def outlying(
     """Returns the members whose outer gradients are too long to count; see [Note: the model of
     lengths].
 
-    Each is compared with its own past, of which there must be four lengths, and how the others have
-    grown; and with the present lengths of the others, if there are two, each in its own scale. A
-    member of which too little is known for both may have data unlike the others': it is compared
-    with their lengths as they are, and by `FIRST`. If all are too long, the training has changed,
-    and only those are left out that are too long by `FIRST`.
+    Each member is compared with its own past, which must contain four lengths, and with the growth
+    of the others. If there are two others, it is also compared with their present lengths, each in
+    its own scale. If too little is known for both, the member's data may differ from the others',
+    so it is compared with their plain lengths, and the limit is `FIRST`. If all are too long,
+    training has changed, and only those that exceed `FIRST` are left out.
 
     Args:
-        lengths: The lengths of all that could count in a round.
-        pasts: What is remembered of each.
-        guard: How many times as long as usual is too long.
+        lengths: The lengths of all members that could count in a round.
+        pasts: The past of each member.
+        guard: How many times the usual length is too long.
 
     Examples:
         >>> always = Past(lengths=(Length(1.0, steps=10),) * 4)
@@ -387,7 +393,7 @@ def _judged(round: _Round[Member], member: Member, length: Length, guard: float)
             return TooLong(_exp(length.log - in_its_past), is_beside_others=False)
         is_unknown = in_its_past is None
     beside_peers = round.usual_beside_peers(member, length)
-    # Unlike data may drive a group apart from the others, but not so far.
+    # Different data may drive a group away from the others, but not that far.
     if beside_peers is not None and length.log > 2.0 * guard + beside_peers:
         return TooLong(_exp(length.log - beside_peers), is_beside_others=True)
     at_first = round.usual_at_first(member, length)
@@ -402,13 +408,13 @@ def remembered(
 ) -> dict[Member, Past]:
     """Returns what to remember after a round.
 
-    A member that the guard has left out is remembered as if its length had been usual: so being
-    left out teaches the guard nothing, and the member still follows the others' growth.
+    A member that the guard has left out is remembered as if its length had been usual: the guard
+    learns nothing from its length, and the member still follows the others' growth.
 
     Args:
         counted: The lengths that counted.
         left_out: The members that the guard has left out.
-        pasts: What was remembered before.
+        pasts: The pasts before the round.
     """
     left_out = set(left_out)
     round = _Round.between(counted, pasts)
@@ -418,7 +424,7 @@ def remembered(
         newest: Length | None = None
         if member in round.lengths:
             newest = counted[member]
-            # One alone shows nothing of how it is beside the others.
+            # A single length cannot be compared with others.
             if len(round.lengths) > 1:
                 past = _rescaled(past, round.scale(member))
         elif member in left_out and past.measured:
@@ -450,12 +456,13 @@ def with_large_buffers(
     """Returns the members whose buffers are too large to count, and how many times as large as
     usual they are.
 
-    Sizes are compared as lengths are, by `BUFFERS`. But statistics grow with no distance.
+    Sizes are compared as lengths are, with the limit `BUFFERS`, but they do not grow with a
+    distance.
 
     Args:
-        sizes: How many times as large as the outer values the buffers of each member are; 0 if they
-            have not changed, `NOT_FINITE` if one is not finite.
-        pasts: The remembered sizes of each.
+        sizes: The size of each member's buffers as a multiple of the outer values; 0 if they have
+            not changed, `NOT_FINITE` if one is not finite.
+        pasts: The remembered sizes of each member.
 
     Examples:
         >>> sizes = {"a": 1.0, "b": 1.2, "c": 1e20}
@@ -469,7 +476,7 @@ def with_large_buffers(
 def remembered_sizes(
     sizes: Mapping[Member, float], left_out: Collection[Member], pasts: Mapping[Member, Past]
 ) -> dict[Member, Past]:
-    """Returns what to remember of the sizes of buffers after a round, of which some were left
+    """Returns what to remember of the sizes of buffers after a round in which some were left
     out.
     """
     counted = {member: size for member, size in sizes.items() if member not in left_out}
@@ -488,7 +495,7 @@ class Direction(NamedTuple):
     """The direction of an outer gradient relative to the others'.
 
     Attributes:
-        cosine: Its cosine with the mean of the others.
+        cosine: The cosine with the mean of the others.
         among_others: The mean cosine between two of the others; 0 if there are fewer than three.
     """
 
@@ -504,14 +511,14 @@ class Direction(NamedTuple):
 def direction_in_mean(
     part: float, product: float, mean: float, norm: float, norms_of_others: Sequence[float]
 ) -> Direction:
-    """Returns how a group's part of a mean points.
+    """Returns the direction of a group's part of a mean.
 
     Args:
         part: Squared norm of the part, as it was decoded.
         product: Inner product of the part and the mean.
         mean: Squared norm of the mean.
         norm: Norm of the part before it was encoded.
-        norms_of_others: The same of each other part. Codes change all norms alike.
+        norms_of_others: The same for each other part. A compression changes all norms equally.
 
     Examples:
         >>> direction_in_mean(1.0, 1.0, 4.0, 1.0, [1.0, 1.0, 1.0])  # at right angles
@@ -533,7 +540,7 @@ def direction_in_mean(
 
 
 def joined_pasts(pasts: Sequence[Past]) -> Past:
-    """Returns the past of a group in a fragment that holds the parameters of several."""
+    """Returns the past of a group for a fragment that joins the parameters of several."""
     lengths = list[Length | None]()
     for of_round in zip(*(reversed(past.lengths) for past in pasts), strict=False):
         parts = [length for length in of_round if length is not None]

@@ -1,4 +1,4 @@
-"""The landing rule: how a group takes the outer parameters into its local ones."""
+"""The landing rule: how a group merges the outer parameters into its local ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class LandingRule(ABC):
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
 
     Attributes:
-        kept: Share kept, from 0 to 1, of the local values, of the loss of the compression, and of
-            buffers.
+        kept: The share, from 0 to 1, that is kept of the local values, of the compression error,
+            and of buffers.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class LandingRule(ABC):
 
     @abstractmethod
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        """Returns what the ranks of a group gather for the landing: vectors of the shard.
+        """Returns the vectors of the shard that the ranks of a group gather for the landing.
 
-        Runs in the background. Write to none of the arguments, each float32 of shape
+        This runs in the background. Do not modify the arguments, which are float32 of shape
         ``(shard_numel,)``.
 
         Args:
-            gradient: Outer gradient at the launch: ``before`` minus the local values at the launch.
-            before: Outer parameters at the launch.
-            after: Outer parameters after the outer step.
+            gradient: The outer gradient: ``before`` minus the local values at the launch.
+            before: The outer parameters at the launch.
+            after: The outer parameters after the outer step.
         """
 
     @abstractmethod
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
-        """Overwrites local values, at the landing, in the training thread.
+        """Overwrites local values at the landing. This runs in the training thread.
 
         Args:
-            local: The local values of a part of the fragment, in float32 or finer.
-            gathered: The vectors of `gathered`, gathered over the ranks, of the same part, float32.
-            steps: Inner steps since the launch.
+            local: The local values of a part of the fragment, in at least float32.
+            gathered: The float32 vectors of `gathered` for the same part, gathered from all ranks.
+            steps: The number of inner steps since the launch.
         """
 
 
@@ -66,7 +66,7 @@ class LandingRule(ABC):
 class Mix(LandingRule):
     """Keeps a share of the local values, as the paper does: ``kept * local + (1 - kept) * outer``.
 
-    With ``kept=0`` the local values are not even read, so they need not be finite.
+    With ``kept=0``, the local values are not read, so they need not be finite.
 
     Args:
         kept: The share (alpha in the paper).
@@ -91,11 +91,9 @@ class Mix(LandingRule):
 
 @dataclass(frozen=True)
 class Carry(LandingRule):
-    """Keeps all progress made in flight: moves the local values as the outer ones moved since the
-    launch.
+    """Keeps all progress made in flight, and adds it to the new outer parameters.
 
-    ``local + (after - sent)``: a group continues from the new outer parameters with its progress
-    since.
+    The result is ``local + (after - sent)``, where ``sent`` are the local values at the launch.
 
     Examples:
         >>> before, sent, after, local = (torch.tensor([value]) for value in (0.0, 1.0, 4.0, 1.5))
@@ -106,7 +104,7 @@ class Carry(LandingRule):
 
     @property
     def kept(self) -> float:  # type: ignore[override]
-        """0: the values at the launch become the outer parameters."""
+        """0, because the outer parameters replace the values at the launch."""
         return 0.0
 
     @override

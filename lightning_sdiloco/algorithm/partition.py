@@ -1,6 +1,4 @@
-"""The partition of a model: names and sizes of parameters go in, fragments come out. No tensors
-here.
-"""
+"""The partition of a model into fragments, from names and sizes of parameters, without tensors."""
 
 import math
 import re
@@ -9,20 +7,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-# The most repeated blocks in a fragment if their number is not given: the paper's choice.
+# The largest number of repeated blocks in a fragment if none is given: the paper's choice.
 _MOST_BLOCKS = 3
 
-# The fragments that a model is cut into if their number is not given, about: as many as the paper's
-# 1B model has.
+# The approximate number of fragments if none is given: as many as the paper's 1B model has.
 _ENOUGH_FRAGMENTS = 8
 
-# The most fragments of blocks, and about the most of other parameters, if no number is given:
-# launches cost messages.
+# The most fragments of blocks, and roughly the most of other parameters, if no number is given:
+# each launch costs messages.
 _MOST_FRAGMENTS = 32
 
-# Two blocks are alike when they share at least this part of the names of the smaller one. They need
-# not be the same: a stage of a ResNet starts with a block that has its own shortcut, and some
-# layers of a transformer have experts.
+# Two blocks are alike if they share at least this part of the smaller one's names. They need not be
+# equal: a stage of a ResNet starts with a block that has a shortcut, and some layers of a
+# transformer have experts.
 _ALIKE = 0.5
 
 
@@ -33,7 +30,7 @@ class Parameter(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The matrices of a parameter: how many, and of which shape.
+    """The matrices of a parameter: their number and shape.
 
     Examples:
         >>> Stack(2, 3, 4).multiplications
@@ -46,19 +43,20 @@ class Stack(NamedTuple):
 
     @property
     def multiplications(self) -> int:
-        """How many multiplications a polynomial of fifth degree takes."""
+        """The number of multiplications that a polynomial of degree five takes."""
         shorter, longer = sorted((self.rows, self.columns))
         return self.number * shorter**2 * (2 * longer + shorter)
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Parameters that travel together.
+    """Parameters that are exchanged together.
 
     Attributes:
-        names: Names of the parameters as in ``named_parameters()``, in that order.
-        sizes: Their sizes in bytes, in the same order.
-        stacks: The matrices as which the outer step treats each of them; None for single values.
+        names: The names of the parameters, as in ``named_parameters()`` and in that order.
+        sizes: The sizes of the parameters in bytes, in the same order.
+        stacks: The matrices of each parameter in the outer step; None if its values are treated
+            separately.
 
     Examples:
         >>> Fragment(("head.weight", "head.bias"), (4096, 16)).nbytes
@@ -71,7 +69,7 @@ class Fragment:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole fragment in bytes."""
+        """The size of the whole fragment in bytes."""
         return sum(self.sizes)
 
 
@@ -86,26 +84,26 @@ def partition(
     aliases: Mapping[str, str] | None = None,
     frozen: Sequence[str] = (),
 ) -> Partition:
-    """Cuts a model into fragments; every parameter is in exactly one of them.
+    """Divides a model into fragments; every parameter is in exactly one of them.
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them
     into a fragment: interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or
-    consecutive. Without a number it is an eighth of the blocks, at least one and at most three, or
-    more to make at most 32 fragments of them. Parameters outside the blocks (embeddings, head, last
-    norm) form their own fragments, none larger than the largest fragment of blocks, unless a single
-    tensor is, or without a number there would be many more than 32. A number distributes the
-    tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
-    makes.
+    consecutive. Without a number, a fragment gets an eighth of the blocks, limited to one to three,
+    or more if there would otherwise be over 32. Parameters outside the blocks (embeddings, head,
+    last norm) form additional fragments. None of these is larger than the largest fragment of
+    blocks, unless a single tensor is or, without a number, there would be many more than 32. A
+    number distributes the tensors over that many fragments of about equal size, and ``"balanced"``
+    over as many as ``"strided"`` would make.
 
     Args:
-        parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
+        parameters: The trainable parameters, without duplicates, in the order of
+            ``named_parameters()``.
         fragments: One of these, or a list of lists of shell-style patterns, one list for each
             fragment.
-        aliases: Further names of tied parameters, each with the name under which the parameter is
-            in ``parameters``.
+        aliases: Other names of tied parameters, mapped to their names in ``parameters``.
         frozen: Names of the parameters that are not trainable. A pattern may match only these,
             because they may become trainable later; a list that matches no trainable parameter
-            makes no fragment.
+            forms no fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -157,8 +155,8 @@ def _blocks_per_fragment(blocks: int) -> int:
 
 
 def fewest_blocks(blocks: int) -> int:
-    """Returns how many of the repeated blocks of a model a fragment holds at least, so that there
-    are not too many.
+    """Returns the fewest repeated blocks in a fragment that keep the number of fragments within
+    limits.
     """
     return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
@@ -166,7 +164,7 @@ def fewest_blocks(blocks: int) -> int:
 def checked_fragments(
     fragments: int | str | Sequence[Sequence[str]],
 ) -> int | str | Sequence[Sequence[str]]:
-    """Returns a choice of fragments, or refuses it."""
+    """Returns a valid choice of fragments, and refuses others."""
     if isinstance(fragments, str):
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
@@ -196,14 +194,13 @@ def _are_patterns(patterns: object) -> bool:
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
-    """Finds the repeated blocks of a model from the names of its parameters, in order; none if
-    there are none.
+    """Finds the repeated blocks of a model, in order, from the names of its parameters.
 
     A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It
-    counts when at least two of its children are alike and these hold at least half of its
-    parameters. The blocks are the children that are alike in the outermost stacks that count. A
-    child that holds nothing but vectors, such as a normalisation between two linear layers, belongs
-    to the block before it.
+    counts if at least two of its children are alike and contain at least half of its parameters.
+    The blocks are the children that are alike in the outermost stacks that count. A child that
+    contains only vectors, such as a normalisation between two linear layers, belongs to the block
+    before it.
     """
     vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
     return _blocks_below("", [parameter.name for parameter in parameters], vectors)
@@ -229,10 +226,10 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
 
 
 def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
-    """Returns the numbered children that are alike, if there are at least two and they hold at
+    """Returns the numbered children that are alike, if there are at least two and they contain at
     least half of the parameters of numbered children.
     """
-    # Children with equal names of parameters are compared once: a model may have a thousand.
+    # Children with equal parameter names are compared once: a model may have a thousand.
     children_by_names = _numbered_children_by_names(prefix, children)
     largest = set[str]()
     most_names = 0
@@ -287,8 +284,8 @@ def _by_blocks(
         members_of.update(dict.fromkeys(names, members[index]))
     for parameter in parameters:
         members_of.get(parameter.name, outside).append(parameter)
-    # The others form consecutive runs, none larger than the largest fragment of blocks unless a
-    # single tensor is, or small blocks would make too many.
+    # The other parameters form consecutive runs. None is larger than the largest fragment of
+    # blocks, unless a single tensor is or small blocks would cause too many runs.
     largest = max(*map(_nbytes, members), _nbytes(outside) / most_outside)
     for parameter in outside:
         if len(members) == count or _nbytes(members[-1]) + parameter.nbytes > largest:
@@ -338,7 +335,9 @@ def _by_patterns(
 
 
 def _matches(pattern: str, names: Collection[str], frozen: Sequence[str]) -> list[str]:
-    """Returns the names that a pattern matches; refuses one that matches none, nor a frozen one."""
+    """Returns the names that a pattern matches; refuses a pattern that matches neither these nor
+    frozen ones.
+    """
     matches = [name for name in names if fnmatchcase(name, pattern)]
     if not matches and not any(fnmatchcase(name, pattern) for name in frozen):
         raise ValueError(
@@ -383,13 +382,13 @@ def _fragment(parameters: Sequence[Parameter]) -> Fragment:
     return Fragment(tuple(p.name for p in parameters), tuple(p.nbytes for p in parameters))
 
 
-# Parameters as matrices, for outer steps that see more than single values
+# Parameters as matrices, for outer steps that do not treat values separately
 
 
 def stack_of(
     shape: Sequence[int], groups: int | None = None, parts: int | None = None
 ) -> Stack | None:
-    """Returns how a parameter is seen as matrices; None if every value of it is by itself.
+    """Returns the matrices of a parameter; None if its values are treated separately.
 
     ======================================  =================================================
     parameter                               matrices
@@ -404,12 +403,12 @@ def stack_of(
 
     Args:
         shape: The shape of the whole parameter.
-        groups: The groups of the convolution that it belongs to; None if it belongs to none.
-        parts: The number of matrices that a user asks for, along the first dimension, in place of
-            that; 0 for none.
+        groups: The number of groups of its convolution; None if it belongs to none.
+        parts: The number of matrices along the first dimension that a user has set instead; 0 for
+            none.
 
     Raises:
-        ValueError: If the first dimension has no such parts.
+        ValueError: If the first dimension cannot be divided into these parts.
 
     Examples:
         >>> stack_of((96, 32)), stack_of((96, 32), parts=3), stack_of((96, 32), parts=0)
@@ -423,7 +422,7 @@ def stack_of(
         return None
     if not shape or shape[0] % parts:
         raise ValueError(
-            f"it has the shape {tuple(shape)}, whose first dimension has no {parts} equal parts"
+            f"it has the shape {tuple(shape)}, whose first dimension is not divisible by {parts}"
         )
     part = [shape[0] // parts, *shape[1:]]
     if part[0] == 1:

@@ -1,7 +1,7 @@
-"""How encoded outer gradients become their mean in every group.
+"""The all-reduce, which turns encoded outer gradients into their mean in every group.
 
-This is pure arithmetic on payloads; `comm.exchange` carries them. In one hop, every group sends its
-whole shard to every other one. In two hops, each group sums one part of the shard and then sends
+This is pure arithmetic on payloads; `comm.exchange` sends them. In one hop, every group sends its
+whole shard to every other group. In two hops, each group sums one part of the shard and then sends
 its mean to all.
 """
 
@@ -37,8 +37,8 @@ class SecondHop(NamedTuple):
 
 
 class AllReduce:
-    """Turns the outer gradients of all groups into their mean, in one shot: all send their whole
-    shard to all.
+    """Turns the outer gradients of all groups into their mean, in one shot: every group sends its
+    whole shard to all others.
     """
 
     hops = 1
@@ -50,8 +50,8 @@ class AllReduce:
         self._step = 0
 
     def at(self, step: int, choice: int | None = None) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its
-        sender decides.
+        """Returns the all-reduce for the launch after an inner step: itself, unless it depends on
+        chance or on the sender.
         """
         compression = self.compression.at(step, choice)
         if compression is self.compression:
@@ -84,8 +84,8 @@ class AllReduce:
     def mean(
         self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0
     ) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in their order, so that all
-        get the same bits.
+        """Returns the float32 mean of the groups that count, summed in order, so that it is
+        bit-identical in all groups.
         """
         numel = self.part_numel(like.numel(), group)
         if not numel:
@@ -97,7 +97,7 @@ class AllReduce:
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Decodes what this group sends, just as the other groups will."""
+        """Decodes this group's payloads, just as the other groups will."""
         decoded = torch.empty_like(like)
         if like.numel():
             self.compression.decode(payloads[0], decoded)
@@ -112,7 +112,7 @@ class AllReduce:
         tunings: Sequence[Tensor | None] | None = None,
         choices: Sequence[int] | None = None,
     ) -> Tensor:
-        """Computes, in one process that has everything, the mean that all groups would get."""
+        """Computes the mean that all groups would get, in one process that has all gradients."""
         tunings = tunings or [None] * self.groups
         like = gradients[0]
         sent = []
@@ -131,14 +131,14 @@ class AllReduce:
         return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes of the payload for a group: the most, where they vary."""
+        """Returns the bytes of the payload for a group, or the most if they vary."""
         part = self.part_numel(numel, group)
         if not part:
             return 0
         return self.compression.wire_bytes(part)
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other one in its second hop; 0: it has
+        """Returns the bytes that a group sends to each other group in a second hop; 0 if there is
         none.
         """
         return 0
@@ -186,7 +186,7 @@ class TwoShotAllReduce(AllReduce):
         return self._part_numels(numel)[group]
 
     def _part_numels(self, numel: int) -> list[int]:
-        """Returns the length of each part. Equal ones are padded to one length."""
+        """Returns the length of each part. Equal parts are padded to the same length."""
         if self._shares is None:
             return [-(-numel // self.groups)] * self.groups
         starts = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)]
@@ -208,7 +208,7 @@ class TwoShotAllReduce(AllReduce):
             encoded = self._encode(_padded(gradient[part], numel), part_memory)
             payloads += encoded.payloads
             if encoded.memory is not None:
-                # One vector for all parts: joining them at the end would hold each one twice.
+                # One vector for all parts: joining them at the end would need twice the memory.
                 if new_memory is None:
                     new_memory = new_vector(gradient.numel(), gradient.device)
                 new_memory[part] = encoded.memory[: part.stop - part.start]
@@ -219,7 +219,7 @@ class TwoShotAllReduce(AllReduce):
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        # The loss of the second rounding is added to the next mean, whatever the compression.
+        # The error of the second rounding is added to the next mean, with every compression.
         feedback = self.compression
         if not feedback.traits.remembers:
             feedback = ErrorFeedback(feedback)
@@ -264,10 +264,10 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8)
 
 
-# Shares that were rounded, such as three times 0.33, add up to 1 within this.
+# Rounded shares, such as three times 0.33, add up to 1 within this tolerance.
 _ROUNDED = 0.0101
 
-# Links that differ by no more than a measurement does are alike.
+# Links that differ by no more than the measurement error are treated as equal.
 _ALIKE = 0.1
 
 
@@ -276,18 +276,19 @@ class TwoShot:
     """An exchange in two shots in which groups average parts of different sizes: joint allocation
     (arXiv 2003.04544).
 
-    Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives
+    Group g averages the share ``s_g`` of every shard. With a payload P, it sends and receives
     ``P * (1 + (M - 2) * s_g)``, so a group behind a slow link sends least if it averages nothing.
-    The slowest link decides how long a round takes: ``"by_bandwidth"`` chooses the shares that keep
-    it busy for the least time.
+    The slowest link determines how long a round takes; ``"by_bandwidth"`` chooses the shares that
+    keep this link busy for the shortest time.
 
     Args:
-        parts: The shares, for each group a number of at least 0, which add up to 1;
-            ``"by_bandwidth"`` to suit the links; or ``"equal"``, which is ``exchange="two_shot"``.
-        links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a
-            Trainer measures the links before the first launch.
-        backend: The library that carries outer gradients between worker groups: ``"gloo"``, or
-            ``"nccl"`` from CUDA device to CUDA device. The result is the same, bit for bit.
+        parts: The shares, one number of at least 0 for each group, which add up to 1;
+            ``"by_bandwidth"`` to suit the links; or ``"equal"``, which is the same as
+            ``exchange="two_shot"``.
+        links: The Gbit/s of each group's link, in the order of the groups, for ``"by_bandwidth"``.
+            If left out, a Trainer measures the links before the first launch.
+        backend: The library that transfers outer gradients between worker groups: ``"gloo"``, or
+            ``"nccl"`` from CUDA device to CUDA device. The results are bit-identical.
 
     Raises:
         ValueError: If there are neither shares nor links to use, or both.
@@ -331,8 +332,8 @@ class TwoShot:
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
-        """Returns the exchange for measured links, in Gbit/s; those within a tenth of the fastest
-        are alike.
+        """Returns the exchange for measured links, in Gbit/s; links within a tenth of the fastest
+        are treated as equal.
         """
         fastest = max(links)
         alike = [link if link < (1 - _ALIKE) * fastest else fastest for link in links]
@@ -342,7 +343,7 @@ class TwoShot:
         """Returns the share of each group, which add up to 1; None for equal parts.
 
         Args:
-            groups: Number of worker groups.
+            groups: The number of worker groups.
 
         Raises:
             ValueError: If there is not one number for each group, or the links are unknown.
@@ -366,9 +367,9 @@ class TwoShot:
         if self.links is not None:
             if groups <= 2:
                 return None
-            # The least time in which a payload of 1 can go through all links with shares that add
-            # up to 1 allows each group so much. If these sums are more than 1, all groups take the
-            # same part of them.
+            # The share that each group can average in the shortest time in which a payload of 1 can
+            # pass through all links with shares that add up to 1. If these add up to more than 1,
+            # all are reduced in proportion.
             least_time = max(1 / min(numbers), (2 * groups - 2) / fsum(numbers))
             numbers = [max(0.0, (link * least_time - 1) / (groups - 2)) for link in numbers]
         shares = tuple(number / fsum(numbers) for number in numbers)
@@ -378,7 +379,7 @@ class TwoShot:
 
     @staticmethod
     def read(data: SavedObject | str, backend: str) -> "TwoShot | str":
-        """Returns the exchange of these data, as checkpoints hold it: a name, or one like this."""
+        """Returns the exchange that a checkpoint describes: a name, or a `TwoShot`."""
         if isinstance(data, str):
             return f"{data}:{backend}"
         return TwoShot(**dict(data["fields"], backend=backend))
@@ -420,8 +421,8 @@ BACKENDS = ("gloo", "nccl")
 
 
 def kind_and_backend(exchange: str | TwoShot) -> tuple[str | TwoShot, str]:
-    """Returns an exchange without its backend, and that: ``"two_shot:nccl"`` is ``"two_shot"``
-    over ``"nccl"``.
+    """Returns the kind of an exchange, and its backend: ``"two_shot:nccl"`` is ``"two_shot"`` over
+    ``"nccl"``.
     """
     if isinstance(exchange, str):
         kind, _, backend = exchange.partition(":")
@@ -445,7 +446,7 @@ def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
     if compression.traits.varies:
         why = "its payloads differ in length"
     elif compression.traits.counts_senders:
-        why = "over='senders' asks who sent a value"
+        why = "over='senders' depends on who sent a value"
     if why:
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean"
@@ -464,9 +465,7 @@ def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) 
 def all_reduce_for(
     exchange: str | TwoShot, groups: int, compression: Compression, mixing: float
 ) -> AllReduce:
-    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a
-    single launch.
-    """
+    """Makes the all-reduce of an exchange. `AllReduce.at` returns the one for a single launch."""
     if not is_two_shot(exchange, groups, compression):
         return AllReduce(groups, compression, mixing)
     shares = None

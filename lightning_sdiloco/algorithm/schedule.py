@@ -1,5 +1,5 @@
-"""When fragments launch and land: arithmetic on the number of the inner step, and on the landings
-that all groups have seen.
+"""The schedule of launches and landings: arithmetic on the number of the inner step, and on the
+landings that all groups have seen.
 """
 
 from abc import ABC, abstractmethod
@@ -9,28 +9,29 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 ScheduleState = Mapping[str, Any]
-"""The state of a `LaunchSchedule`, as JSON. Only the schedule knows its content."""
+"""The state of a `LaunchSchedule`, as JSON. Only the schedule interprets it."""
 
 
 @dataclass(frozen=True)
 class DenseBeginning:
-    """The first rounds of a run, which are short: groups that have trained little together exchange
-    more often.
+    """Short rounds at the beginning of a run, in which groups that have trained little together
+    exchange more often.
 
-    They replace averaging gradients: everything is sent in the background, from the first inner
-    step on. In these rounds the built-in Nesterov SGD has less momentum, as short rounds need, and
-    the rate of the first round; for an ``lr_schedule`` all of them together are the first round.
+    They are used instead of averaging gradients: everything is sent in the background, from the
+    first inner step on. In these rounds, the built-in Nesterov SGD uses less momentum, as short
+    rounds require. For an ``lr_schedule``, all of them together are the first round, with the rate
+    of that round.
 
     Args:
-        rounds: How many rounds of every fragment are short, at least 1.
-        sync_every: Inner steps between two launches of the same fragment in them, at most half of
-            the run's ``sync_every``.
-        overlap_steps: Inner steps from a launch to its landing in them, less than their
-            ``sync_every``. None: half of their ``sync_every``, or the run's ``overlap_steps`` if
-            that is less.
+        rounds: The number of short rounds of every fragment, at least 1.
+        sync_every: Inner steps between two launches of the same fragment in these rounds, at most
+            half of the run's ``sync_every``.
+        overlap_steps: Inner steps from a launch to its landing in these rounds, less than their
+            ``sync_every``. None means half of their ``sync_every``, or the run's ``overlap_steps``
+            if that is less.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of range. The message names the argument.
 
     Examples:
         >>> dense = DenseBeginning(rounds=3, sync_every=4)
@@ -60,16 +61,18 @@ class DenseBeginning:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at"
-                f" least {least}. Choose another one; dense_beginning=None is none."
+                f" least {least}. Choose another one; dense_beginning=None disables it."
             )
 
     @property
     def steps(self) -> int:
-        """After how many inner steps the other rounds are counted."""
+        """The number of inner steps after which ordinary rounds are counted."""
         return self.rounds * self.sync_every
 
     def overlap(self, overlap_steps: int) -> int:
-        """Returns how many inner steps a fragment flies, given the ``overlap_steps`` of the run."""
+        """Returns how many inner steps a fragment is in flight, given the run's
+        ``overlap_steps``.
+        """
         if self.overlap_steps is not None:
             return self.overlap_steps
         return min(self.sync_every // 2, overlap_steps)
@@ -88,7 +91,7 @@ class DenseBeginning:
 
     @staticmethod
     def read(data: Mapping[str, Any] | None) -> "DenseBeginning | None":
-        """Returns the dense beginning of these data, as checkpoints hold it."""
+        """Returns the dense beginning that a checkpoint describes."""
         if data is None:
             return None
         return DenseBeginning(**data["fields"])
@@ -99,19 +102,19 @@ class Schedule:
     """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
     Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after
-    inner step ``t`` when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has
-    done ``H`` steps. It lands ``overlap_steps`` later.
+    inner step ``t`` when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before ``H``
+    steps. It lands ``overlap_steps`` later.
 
-    The rounds of a `DenseBeginning` come first: with its ``sync_every`` ``h``, the ``r``-th launch
-    of a fragment, from 1, follows inner step ``r * h + floor(p * h / P)``. From inner step
-    ``rounds * h`` on, ``t`` restarts.
+    The rounds of a `DenseBeginning` come first. If its ``sync_every`` is ``h``, the ``r``-th launch
+    of a fragment, counted from 1, follows inner step ``r * h + floor(p * h / P)``. At inner step
+    ``rounds * h``, ``t`` restarts at 0.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the
             paper).
-        fragments: Number of fragments (P in the paper).
-        dense: The dense beginning; None: there is none.
+        fragments: The number of fragments (P in the paper).
+        dense: The dense beginning; None for none.
 
     Examples:
         >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
@@ -136,14 +139,14 @@ class Schedule:
 
     @property
     def dense_rounds(self) -> int:
-        """How many rounds of every fragment the dense beginning has."""
+        """The number of rounds of every fragment in the dense beginning."""
         if self.dense is None:
             return 0
         return self.dense.rounds
 
     @property
     def dense_steps(self) -> int:
-        """After how many inner steps the rounds of ``sync_every`` inner steps are counted."""
+        """The number of inner steps after which ordinary rounds are counted."""
         if self.dense is None:
             return 0
         return self.dense.steps
@@ -163,21 +166,23 @@ class Schedule:
 
     def is_dense(self, step: int) -> bool:
         """Returns whether a launch after an inner step belongs to the dense beginning."""
-        # The first one after it follows when at least two of its rounds have passed.
+        # The first launch after it follows at least two of its rounds later.
         return self.dense is not None and step < self.dense.steps + self.dense.sync_every
 
     def is_dense_round(self, round: int) -> bool:
-        """Returns whether a round, from 1, belongs to the dense beginning."""
+        """Returns whether a round, counted from 1, belongs to the dense beginning."""
         return round <= self.dense_rounds
 
     def overlap_of(self, step: int) -> int:
-        """Returns how many inner steps a fragment flies that launches after an inner step."""
+        """Returns how many inner steps a fragment that launches after an inner step is in
+        flight.
+        """
         if self.is_dense(step):
             return self._dense_overlap
         return self.overlap_steps
 
     def overlap_of_round(self, round: int) -> int:
-        """Returns how many inner steps a fragment flies in a round, from 1."""
+        """Returns how many inner steps a fragment is in flight in a round, counted from 1."""
         if self.is_dense_round(round):
             return self._dense_overlap
         return self.overlap_steps
@@ -189,8 +194,8 @@ class Schedule:
         return fragment * self.sync_every // self.fragments
 
     def launch_of(self, fragment: int, round: int) -> int:
-        """Returns the inner step after which a fragment launches in a round, from 1; for round 0,
-        where it counts from.
+        """Returns the inner step after which a fragment launches in a round, counted from 1; for
+        round 0, the step from which its rounds are counted.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -223,8 +228,8 @@ class Schedule:
         return self._due(step - self._dense_overlap, step - self.overlap_steps)
 
     def _due(self, dense_launch: int, launch: int) -> tuple[int, ...]:
-        """Returns the fragments that launched after one inner step, if that was a dense one, or
-        after another.
+        """Returns the fragments that launched after the first inner step if that is a dense one,
+        else after the second.
         """
         dense = self.dense
         if dense is not None and self.is_dense(dense_launch) and dense_launch >= dense.sync_every:
@@ -235,7 +240,7 @@ class Schedule:
         return self._with_offset(since % self.sync_every, self.sync_every)
 
     def _with_offset(self, offset: int, sync_every: int) -> tuple[int, ...]:
-        """Returns the fragments with that offset in rounds of some inner steps."""
+        """Returns the fragments with this offset in rounds of ``sync_every`` inner steps."""
         # From the first fragment whose offset is at least this one to the first with a larger one.
         first = -(-offset * self.fragments // sync_every)
         end = -(-(offset + 1) * self.fragments // sync_every)
@@ -245,7 +250,7 @@ class Schedule:
 
     @property
     def first_round(self) -> int:
-        """The inner step after which all of the outer model is trained.
+        """The inner step after which every part of the outer model has been trained.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
@@ -254,7 +259,7 @@ class Schedule:
         return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed after the dense beginning in a run of
+        """Returns how many times every fragment lands after the dense beginning in a run of
         ``steps`` inner steps.
 
         Examples:
@@ -265,8 +270,8 @@ class Schedule:
         return max(0, (last_launch - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
-        """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense
-        beginning, and after.
+        """Returns how many times a fragment launches in a run of ``steps`` inner steps: in its
+        dense beginning, and after it.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -281,8 +286,8 @@ class Schedule:
         return dense_launches, max(0, since_offset) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns the most inner steps until a request has travelled with the next launch and
-        landed.
+        """Returns the most inner steps that a request needs to travel with the next launch and
+        land.
 
         Args:
             since: The first inner step after which the request may be made; it may also be made
@@ -293,7 +298,7 @@ class Schedule:
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
-        # The rounds that have launched by then, and three more, of which the last two are alike.
+        # The rounds that have launched by then, and three more, of which the last two are equal.
         launched_rounds = sum(self.launches_in(0, since))
         last_round = max(self.dense_rounds, launched_rounds) + 3
         launches = set[int]()
@@ -308,13 +313,13 @@ class Schedule:
         )
 
     def table(self, first: int = 1, last: int | None = None) -> str:
-        """Returns the schedule as text, one line for each inner step after which something launches
-        or lands.
+        """Returns the schedule as text, one line for each inner step after which a fragment
+        launches or lands.
 
         Args:
-            first: First inner step of the table.
-            last: Last inner step of the table; by default the end of the second round after the
-                dense beginning.
+            first: The first inner step of the table.
+            last: The last inner step of the table; by default, the end of the second round after
+                the dense beginning.
 
         Returns:
             The table, with the columns step, launches, lands.
@@ -334,15 +339,15 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """A launch as all groups know it once it has landed, the same in all of them.
+    """A launch as all groups see it once it has landed, which is the same in all of them.
 
     Attributes:
-        fragment: The fragment.
-        launched_at: The inner step of the launch, as `LaunchSchedule.due` counts them.
-        present: The groups that counted in the mean, in rising order.
-        norms: Norm of the outer gradient of each group, before any compression, by group.
-        trained: Micro-batches that each group trained since its own last launch of the fragment, by
-            group.
+        fragment: The number of the fragment.
+        launched_at: The inner step of the launch, as counted by `LaunchSchedule.due`.
+        present: The groups that counted in the mean, in ascending order.
+        norms: The norm of the outer gradient of each group, before any compression.
+        trained: The number of micro-batches that each group trained since its last launch of the
+            fragment.
 
     Examples:
         >>> landing = Heard(0, 100, present=(0, 1), norms=(3.0, 2.0), trained=(50, 40))
@@ -384,8 +389,8 @@ class LaunchSchedule(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: The arithmetic of the run: ``sync_every``, ``overlap_steps``, and the number
-                of fragments.
+            schedule: The schedule of the run: ``sync_every``, ``overlap_steps``, and the number of
+                fragments.
         """
 
     @abstractmethod
@@ -394,7 +399,7 @@ class LaunchSchedule(ABC):
 
         Args:
             state: The state.
-            step: The inner step, counted from 1 since the rounds began.
+            step: The inner step, counted from 1 at the start of the rounds.
         """
 
     @abstractmethod
@@ -402,7 +407,7 @@ class LaunchSchedule(ABC):
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        """Returns the most inner steps until a request has travelled with a launch and landed.
+        """Returns the most inner steps that a request needs to travel with a launch and land.
 
         Args:
             schedule: As for `start`.
@@ -430,16 +435,17 @@ class Selective(LaunchSchedule):
     """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for
     worker groups.
 
-    A group's rate is the norm of its outer gradient over the inner steps it trained. As long as
-    every group's rate stays within ``threshold``, relatively, of the rate at the launch before, the
-    inner steps to the next launch double, up to ``most * sync_every``; otherwise they return to
-    ``sync_every``. The next outer gradient holds all that was trained meanwhile. This saves bytes,
-    not peak bandwidth.
+    A group's rate is the norm of its outer gradient divided by the number of inner steps that it
+    trained. If every group's rate differs by less than the relative ``threshold`` from its rate at
+    the previous launch, the number of inner steps to the next launch doubles, up to
+    ``most * sync_every``; otherwise, it returns to ``sync_every``. The next outer gradient contains
+    all training since the last one. This saves bytes, not peak bandwidth.
 
     Args:
-        threshold: Least relative change of a rate that counts, at least 0; 0 never launches less
-            often.
-        most: How many times ``sync_every`` may lie between two launches of a fragment, at least 1.
+        threshold: The smallest relative change of a rate that matters, at least 0. With 0,
+            fragments never launch less often.
+        most: The longest interval between two launches of a fragment, as a multiple of
+            ``sync_every``, at least 1.
 
     Raises:
         ValueError: If either is out of range.

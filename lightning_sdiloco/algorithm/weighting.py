@@ -1,5 +1,5 @@
-"""The control vector of a launch, and the weights of groups in a mean, which follow from it and so
-are alike in all groups.
+"""The control vector of a launch, and the weights of groups in a mean, which follow from it and are
+therefore the same in all groups.
 """
 
 import struct
@@ -47,16 +47,16 @@ class Control(NamedTuple):
     Attributes:
         fragment: The fragment that is launched.
         step: The inner step of the launch.
-        requests: Requests of the rank to all groups, one bit each, such as to stop.
-        weight: Micro-batches that the group trained since its own last launch of the fragment, over
-            its ranks.
-        digest: Digest of the outer parameters and buffers of the fragment.
-        norm_squared: Squared norm of the outer gradient.
-        changed: Buffers of the fragment that changed since its last landing, one bit each.
+        requests: The rank's requests to all groups, one bit each, such as a request to stop.
+        weight: The number of micro-batches that the group trained since its last launch of the
+            fragment, summed over its ranks.
+        digest: The digest of the outer parameters and buffers of the fragment.
+        norm_squared: The squared norm of the outer gradient.
+        changed: The buffers of the fragment that changed since its last landing, one bit each.
         finite: True if the outer gradient is finite.
-        step_time: Seconds of an inner step, to three digits; 0 if unknown.
-        buffers: How large the buffers are that changed, as multiples of the outer ones; 0 if none
-            did.
+        step_time: The duration of an inner step in seconds, to three digits; 0 if unknown.
+        buffers: The size of the buffers that changed, as a multiple of the outer ones; 0 if none
+            changed.
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
@@ -77,7 +77,7 @@ class Control(NamedTuple):
 
     @property
     def norm(self) -> float:
-        """Norm of the outer gradient, before any compression."""
+        """The norm of the outer gradient, before any compression."""
         return sqrt(self.norm_squared)
 
     def packed(self) -> bytearray:
@@ -96,7 +96,7 @@ class Control(NamedTuple):
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
         """Returns the control vector of a group, given those of its ranks, so that all shards of a
-        fragment decide alike.
+        fragment make the same decisions.
 
         A buffer has changed in a group if it has changed on one of its ranks; the first rank sends
         it. A group has trained if all its ranks have.
@@ -119,8 +119,8 @@ class Count(NamedTuple):
     """How much each group counts in one mean.
 
     Attributes:
-        factors: The groups that count, in their order, each with the factor of its outer gradient.
-            The mean is the sum of the products divided by the number of these groups: a factor of 1
+        factors: The groups that count, in order, each with the factor of its outer gradient. The
+            mean is the sum of the products divided by the number of these groups. A factor of 1
             changes no bit.
         outlying: The groups that the guard leaves out.
         wrong_buffers: The groups that count without their buffers, which are too large.
@@ -143,19 +143,20 @@ def plain(controls: Sequence[Control]) -> Count:
 def by_training(weights: Mapping[int, int]) -> dict[int, float]:
     """Returns the factors of the groups that count, given the inner steps that each trained."""
     total = sum(weights.values())
-    # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
+    # In this order, a whole number is divided by a whole number: exactly 1 if the weights are
+    # equal.
     return {group: len(weights) * weight / total for group, weight in weights.items()}
 
 
 WeighingState = Any
-"""The state of a `Weighing` for one fragment, as JSON. Only the weighing knows its content."""
+"""The state of a `Weighing` for one fragment, as JSON. Only the weighing interprets it."""
 
 
 class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
-    It decides from what the groups sent, never from what a group computes for itself: the same
-    numbers give the same bits everywhere. Make it a frozen dataclass: its ``repr`` is compared
+    It decides from values that the groups sent, never from values that only one group has, so its
+    results are bit-identical everywhere. Make it a frozen dataclass: its ``repr`` is compared
     between ranks, and with the checkpoint's. Its state for each fragment is plain JSON, and changes
     only when a flight lands.
 
@@ -189,20 +190,20 @@ class Weighing(ABC):
         """
 
     def heard(self, controls: Sequence[Control], state: WeighingState) -> WeighingState:
-        """Returns the state once the flight has landed; by default the state before it; see
-        `count`.
+        """Returns the state after the landing, from the arguments of `count`; by default, the same
+        state.
         """
         return state
 
     def joined(self, states: Sequence[WeighingState], groups: int) -> WeighingState:
-        """Returns the state of a fragment whose parameters come from other fragments; by default it
-        starts afresh.
+        """Returns the state of a fragment whose parameters come from other fragments; by default a
+        fresh state.
 
-        The model is cut again when parameters are frozen or become trainable, and when a run
+        The model is divided again when parameters are frozen or become trainable, and when a run
         restarts.
 
         Args:
-            states: The states of the fragments that held its parameters.
+            states: The states of the fragments that contained its parameters.
             groups: Number of worker groups, as before.
         """
         return self.start(groups)
@@ -210,15 +211,15 @@ class Weighing(ABC):
 
 @dataclass(frozen=True)
 class Aggregation(Weighing):
-    """Weighs the groups of a mean by what they trained, clips and guards them.
+    """Weights groups by how much they trained; clips and guards their outer gradients.
 
-    The state of a fragment is what the guard remembers of each group; see `Past`: of its lengths,
-    and of the sizes of its buffers.
+    The state of a fragment has a `Past` for the lengths of each group, and one for the sizes of its
+    buffers.
 
     Args:
-        clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
-        guard: A group is left out when its norm is more than this many times what is usual, as
-            `outlying` says; with None, none is.
+        clip_norm: The norm to which longer outer gradients are scaled down; None disables clipping.
+        guard: A group is left out if its norm is more than this many times the usual one according
+            to `outlying`; None disables the guard.
     """
 
     clip_norm: float | None = None
@@ -245,13 +246,13 @@ class Aggregation(Weighing):
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
         for group, control in enumerate(controls):
-            # Groups launch after the same inner steps, so their learning rates are alike.
+            # Groups launch after the same inner steps, so their learning rates are the same.
             if control.finite and control.weight > 0:
                 lengths[group] = Length(control.norm, control.weight)
         return lengths
 
     def _outliers(self, lengths: Mapping[int, Length], state: Sequence[object]) -> tuple[int, ...]:
-        # A group without others is at liberty.
+        # A single group has no others to protect.
         if self.guard is None or len(state) == 1:
             return ()
         return tuple(outlying(lengths, _pasts(state), self.guard))
@@ -262,7 +263,7 @@ class Aggregation(Weighing):
         if self.guard is None or len(state) == 1:
             return ()
         too_large = with_large_buffers(sizes, _pasts(state, "buffers"))
-        # If the buffers of all are too large, training has changed.
+        # If the buffers of all groups are too large, training has changed.
         return tuple(too_large) if len(too_large) < len(sizes) else ()
 
     @override
@@ -281,9 +282,7 @@ class Aggregation(Weighing):
 
     @override
     def joined(self, states: Sequence[Sequence[object]], groups: int) -> list[WeighingState]:
-        """Returns the lengths of all these fragments together: those of a part are at most as
-        long.
-        """
+        """Returns the joined lengths of these fragments: those of a part are at most as long."""
         joined = list[WeighingState]()
         for group in range(groups):
             joined.append(joined_pasts([Past.read(state[group]) for state in states]).plain())
@@ -294,15 +293,15 @@ def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
     pasts = dict[int, Past]()
     for group, saved in enumerate(state):
         if part:
-            # Earlier versions have saved nothing of buffers.
+            # Earlier versions saved nothing about buffers.
             saved = saved.get(part) if isinstance(saved, dict) else None
         pasts[group] = Past.read(saved)
     return pasts
 
 
 class Weighed(NamedTuple):
-    """The states of a weighing, by the parameters of each fragment, so that they survive another
-    cut.
+    """The states of a weighing, by the parameters of each fragment, so that they survive a new
+    partition.
 
     Attributes:
         weighing: The weighing, as text.
@@ -317,7 +316,7 @@ class Weighed(NamedTuple):
     def state_for(
         self, names: Sequence[str], weighing: Weighing, text: str, groups: int
     ) -> WeighingState:
-        """Returns the state of a fragment of these parameters, for a weighing, its text and a
+        """Returns the state of a fragment with these parameters, for a weighing, its text and a
         number of groups.
         """
         sources = {
@@ -326,7 +325,8 @@ class Weighed(NamedTuple):
             if not set(names_before).isdisjoint(names)
         }
         all_were_weighed = set(names) <= set[str]().union(*sources)
-        # Another number of groups are other groups, and parameters that were frozen have no norms.
+        # If the number of groups differs, so do the groups, and parameters that were frozen have no
+        # norms.
         if not all_were_weighed or text != self.weighing or groups != self.groups:
             return weighing.start(groups)
         if tuple(names) in sources:
@@ -335,11 +335,11 @@ class Weighed(NamedTuple):
 
 
 class Exclusions:
-    """Finds when a group begins to be left out, so that the log says it once and not at every
+    """Detects when a group begins to be left out, so that this is logged once and not at every
     landing.
 
-    It ends when the group has counted for `REMEMBERED` rounds. Fragments launched meanwhile report
-    the same event.
+    The exclusion ends when the group has counted for `REMEMBERED` rounds. Fragments launched before
+    that belong to the same exclusion.
 
     Examples:
         >>> exclusions = Exclusions()
@@ -348,12 +348,12 @@ class Exclusions:
     """
 
     def __init__(self) -> None:
-        # The inner step of the last launch of which a group was left out, by group.
+        # The inner step of the last launch from which each group was left out.
         self._last_left_out: dict[int, int] = {}
 
     def begins(self, group: int, step: int, sync_every: int) -> bool:
-        """Notes that a group was left out of a launch after an inner step; returns True if that is
-        news.
+        """Records that a group was left out of a launch after an inner step; returns True if that
+        is new.
         """
         last = self._last_left_out.get(group)
         self._last_left_out[group] = step
@@ -361,8 +361,8 @@ class Exclusions:
 
 
 class Absences:
-    """Counts how often in a row every group was left out because its values were not finite; too
-    often is an error.
+    """Counts how many times in a row each group was left out because its values were not finite;
+    too many times is an error.
     """
 
     def __init__(self, groups: int) -> None:
@@ -375,8 +375,8 @@ class Absences:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
                 # A fragment that was launched before the group recovered reports the same event
-                # again. Launches come first in an inner step, so fragments of the recovery's step
-                # do, too.
+                # again. Launches come first in an inner step, so those of the recovery's step also
+                # do.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]

@@ -1,9 +1,9 @@
-"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per
+"""The encoding of outer gradients for the wire: one interface, and one family of compressions per
 file.
 
-In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, or at most of
-that, and back. A compression is a frozen choice; its state, if any, passes through it. This room knows tensors only:
-no model, process group or settings.
+A compression turns a flat float32 tensor into a uint8 payload of known or limited size, and back.
+It is a frozen choice; its state, if any, is passed in and returned. This package depends only on
+tensors: no model, process group or settings.
 """
 
 from lightning_sdiloco.compression.base import Compression, State, Traits, weighted_mean

@@ -1,4 +1,4 @@
-"""The interface of a compression: how an outer gradient is written as bytes for the wire."""
+"""The interface of a compression, which encodes outer gradients as bytes for the wire."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,15 +12,15 @@ from lightning_sdiloco.memory import new_vector
 
 
 class State(NamedTuple):
-    """The state of a compression for one shard, from one launch to the next.
+    """The state of a compression for one shard, which it keeps between launches.
 
-    A new one takes effect when the flight lands, if the payload counted in the mean.
+    A new state takes effect when the flight lands, if the payload counted in the mean.
 
     Attributes:
-        memory: The loss of earlier launches, added to the next outer gradient: a float32 tensor of
-            its shape. None: nothing.
-        tuning: Numbers that later launches take over, such as thresholds: a float32 tensor of any
-            length. None: nothing.
+        memory: The error of earlier launches, which is added to the next outer gradient: a float32
+            tensor of the same shape, or None.
+        tuning: Numbers that later launches reuse, such as thresholds: a float32 tensor of any
+            length, or None.
     """
 
     memory: Tensor | None = None
@@ -28,21 +28,22 @@ class State(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Properties of a compression that decide what it suits.
+    """Properties of a compression that determine where it can be used.
 
     Attributes:
         share: The share of the values that each group chooses for itself; 1 if all groups send the
-            same ones.
+            same values.
         suits_sums: True if the mean of several groups can be sent in a payload of the same size.
-            False if every group chooses the values it sends: the mean has more values than fit.
-        counts_senders: True if the mean of a value is over the groups that sent it, as
-            `Compression.places` says, not over all.
-        varies: True if payloads may be shorter than `Compression.wire_bytes` says, which is then
-            the most.
-        remembers: True if the loss is added to the next outer gradient, as `State.memory`.
-        values: The encoding of the values that are sent; None: the compression itself.
-        hub_code: The name of the code in which a hub, without torch, reads and averages payloads;
-            None: it cannot.
+            False if every group chooses the values it sends, because the mean then has more values
+            than fit.
+        counts_senders: True if the mean of a value is taken over the groups that sent it, as marked
+            by `Compression.places`, and not over all groups.
+        varies: True if payloads may be shorter than `Compression.wire_bytes`, which is then an
+            upper bound.
+        remembers: True if the error is added to the next outer gradient, as `State.memory`.
+        values: The encoding of the values that are sent; None for the compression itself.
+        hub_code: The name of the code that lets a hub, which has no torch, read and average
+            payloads; None if there is none.
     """
 
     share: float = 1.0
@@ -58,12 +59,11 @@ class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
     A compression is a choice: instances are immutable, compare by value and contain no tensors. The
-    engine keeps their state from one launch to the next. Encoding and decoding use only integer
-    operations and correctly rounded ones, so all groups that decode the same bytes get the same
-    bits.
+    engine keeps their state between launches. Encoding and decoding use only integer and correctly
+    rounded operations, so all groups decode the same bytes to bit-identical values.
 
-    `wire_bytes`, `encode` and `decode` make a compression. One that takes something over from one
-    launch to the next also has `encode_launch`, which a `State` passes through.
+    Implement `wire_bytes`, `encode` and `decode`. A compression that keeps something between
+    launches also implements `encode_launch`, which takes and returns a `State`.
 
     Examples:
         >>> from lightning_sdiloco.compression import FP4
@@ -74,16 +74,16 @@ class Compression(ABC):
     """
 
     def __repr__(self) -> str:
-        """Returns the class and its arguments. Ranks compare it to check that they use the same
-        compression.
+        """Returns the class and its arguments. Ranks compare this text to check that they use the
+        same compression.
         """
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact size in bytes of the payload of ``numel`` values, scales and padding
-        included.
+        """Returns the exact size in bytes of the payload of ``numel`` values, including scales and
+        padding.
         """
 
     @abstractmethod
@@ -91,8 +91,8 @@ class Compression(ABC):
         """Encodes values for the wire.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be
-                encoded as anything: a group that has one is left out of the mean.
+            values: A contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be
+                encoded as anything, because a group that has one is left out of the mean.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -103,44 +103,43 @@ class Compression(ABC):
         """Decodes a payload.
 
         Args:
-            payload: uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
+            payload: A uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Decodes the values stretch by stretch, so that long vectors need little memory.
 
-        By default the only stretch is the whole.
+        By default, there is one stretch: the whole vector.
 
         Args:
             payload: The payload that `encode` returned.
-            numel: Number of values.
+            numel: The number of values.
 
         Yields:
             The slice of a stretch, and its values, which you may overwrite. The next stretch may
-            reuse their memory.
+            reuse the memory.
         """
         values = new_vector(numel, payload.device)
         self.decode(payload, values)
         yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean of several decoded payloads, each times its factor, added up in their
+        """Computes the mean of several decoded payloads, each multiplied by its factor, summed in
         order.
 
-        By default this happens in `stretches`, so decoding takes the memory of one. If
-        `Traits.counts_senders`, the mean of a value is taken over the groups that have sent it, and is 0
-        if none has.
+        By default, this works in `stretches`, so decoding needs the memory of one stretch. With
+        `Traits.counts_senders`, the mean of a value is taken over the groups that have sent it, and
+        is 0 if none has.
 
         Args:
-            sent: The payloads and their factors; the mean of none is zero.
+            sent: The payloads and their factors. Without payloads, the mean is zero.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
         for payload, factor in sent:
             for stretch, values in self.stretches(payload, out.numel()):
-                # Two roundings, one after the other: only some processors have a fused
-                # multiply-add.
+                # Two separate roundings, because only some processors have a fused multiply-add.
                 if factor != 1:
                     values.mul_(factor)
                 out[stretch] += values
@@ -155,29 +154,29 @@ class Compression(ABC):
         out.div_(senders.clamp_(min=1))
 
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Marks the values that a payload has.
+        """Marks the values that a payload contains.
 
         Args:
             payload: The payload that `encode` returned.
-            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 for values that were
-                sent, and 0 elsewhere.
+            out: Contiguous float32 tensor of shape ``(numel,)``. It is set to 1 for values that
+                were sent, and to 0 elsewhere.
         """
         out.fill_(1.0)
 
     @property
     def traits(self) -> Traits:
-        """Its properties: by default those of one that sends all values."""
+        """The properties of the compression; by default, those of one that sends all values."""
         return Traits()
 
     def encode_launch(self, gradient: Tensor, state: State, mixing: float) -> tuple[Tensor, State]:
-        """Encodes the outer gradient of a launch; by default there is no state.
+        """Encodes the outer gradient of a launch; by default, there is no state.
 
         Args:
             gradient: The outer gradient, as for `encode`.
-            state: The new state of the last launch of this shard that counted. Its tensors must not
-                be written to.
-            mixing: Share of the local parameters that is kept on landing. They keep as much of what
-                is not sent, which the next outer gradient therefore contains.
+            state: The state that the last launch of this shard that counted returned. Do not modify
+                its tensors.
+            mixing: The share of the local parameters that is kept at a landing. They keep the same
+                share of what was not sent, so the next outer gradient contains it.
 
         Returns:
             The payload, and the new state.
@@ -185,21 +184,22 @@ class Compression(ABC):
         return self.encode(gradient), State()
 
     def at(self, step: int, choice: int | None = None) -> "Compression":
-        """Returns the compression for a launch: itself, unless chance or its sender decides.
+        """Returns the compression for a launch: itself, unless it depends on chance or on the
+        sender.
 
         Args:
             step: The inner step of the launch.
-            choice: The code that the sender chose, as `choice` returned it; None if it is unknown.
+            choice: The code that the sender chose, as returned by `choice`; None if unknown.
         """
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns which of its codes a sender uses for a launch; 0 if there is only one.
+        """Returns the number of the code that a sender uses for a launch; 0 if there is only one.
 
         Args:
             numel: Number of values.
             bytes_per_s: The bandwidth of the sender's link to each receiver; 0 if unknown.
-            overlap_s: Seconds from the launch to the landing; NaN if unknown.
+            overlap_s: The seconds from the launch to the landing; NaN if unknown.
         """
         return 0
 
@@ -207,13 +207,13 @@ class Compression(ABC):
 def weighted_mean(
     parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None
 ) -> Tensor:
-    """Returns the mean of decoded outer gradients, each with its factor; with it, they may be
-    written to.
+    """Returns the mean of decoded outer gradients, each multiplied by its factor, possibly in
+    place.
 
     Args:
-        parts: The outer gradients, in the order in which they are added up.
+        parts: The outer gradients, in the order in which they are summed.
         like: A tensor of their shape and on their device.
-        senders: How many of them have each value, if its mean is over these.
+        senders: The number of groups that sent each value, if the mean is taken over these.
     """
     total = torch.zeros_like(like)
     count = 0
@@ -228,14 +228,14 @@ def weighted_mean(
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
-    """Divides a sum by how many groups are in it, if there are any, and returns it."""
+    """Divides a sum in place by its number of groups, if there are any, and returns it."""
     if groups == 0:
         return total
     return total.div_(total.new_full((), groups))
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to handle at a time: on a CPU as many as stay in its cache."""
+    """Returns how many values to process at a time: on a CPU, as many as fit into its cache."""
     if device.type == "cpu":
         return 1 << 17
     return 1 << 23
@@ -250,9 +250,7 @@ def is_positive_int(number: object) -> TypeGuard[int]:
 
 
 def forwarded(to: str, *names: str) -> Any:
-    """Makes methods that call the methods of the same names of the object that an attribute
-    holds.
-    """
+    """Makes methods that call the methods of the same names on the object in an attribute."""
     return [_forwarding(to, name) for name in names]
 
 

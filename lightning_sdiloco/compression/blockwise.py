@@ -1,12 +1,12 @@
 """Compressions with one scale per block of values and a few bits per value.
 
-A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes,
-``bits`` for each value. Payloads are not padded to whole blocks, and blocks are independent of each
-other. A long vector is encoded and decoded one chunk of blocks after the other, so that
-intermediate values stay in the cache of a processor.
+A payload of ``numel`` values consists of the scales of ``ceil(numel / block)`` blocks, then the
+codes, ``bits`` for each value. Payloads are not padded to whole blocks, and blocks are independent
+of each other. A long vector is encoded and decoded one chunk of blocks at a time, so that
+intermediate values fit into the processor's cache.
 
-Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every
-processor gives the same codes. `fp4` has its own file, as it is written in C too.
+Bits are compared as whole numbers, and products and quotients are correctly rounded, so every
+processor gives the same codes. `fp4` has a separate file, because it is also written in C.
 """
 
 from abc import abstractmethod
@@ -27,12 +27,12 @@ _EXPONENT = 23  # the position of the exponent in a float32
 
 
 class Blockwise(Compression):
-    """Writes one scale per block, and codes that do not straddle bytes. Subclasses encode and
-    decode whole blocks.
+    """Writes one scale per block, and codes that do not cross byte boundaries. Subclasses encode
+    and decode whole blocks.
 
     Attributes:
-        block: Values under one scale, a multiple of 32.
-        bits: Bits of a code: 2, 4 or 8.
+        block: The number of values under one scale, a multiple of 32.
+        bits: The bits of a code: 2, 4 or 8.
         scale: The dtype of a scale.
 
     Examples:
@@ -58,7 +58,7 @@ class Blockwise(Compression):
         """Encodes whole blocks.
 
         Args:
-            values: float32 tensor of shape ``(blocks, block)``, which must not be written to.
+            values: A float32 tensor of shape ``(blocks, block)``, which must not be modified.
 
         Returns:
             The scales, of dtype ``scale`` and shape ``(blocks,)``, and a code for each value, below
@@ -70,7 +70,7 @@ class Blockwise(Compression):
         """Decodes whole blocks.
 
         Args:
-            scales: As `encode_blocks` returns them.
+            scales: The scales, as returned by `encode_blocks`.
             codes: Bytes of shape ``(blocks, block * bits / 8)``, the first code of a byte in its
                 lowest bits.
 
@@ -84,15 +84,15 @@ class Blockwise(Compression):
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the bytes of a scale for each block, also for a partial one, and a byte for
+        """Returns the bytes of a scale for each block, including a partial one, and a byte for each
         ``8 / bits`` values.
         """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes values; a block with one that is not finite may become anything, and other
-        blocks are untouched.
+        """Encodes values. A block with a value that is not finite may become anything; other blocks
+        are not affected.
         """
         numel = values.numel()
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
@@ -117,7 +117,8 @@ class Blockwise(Compression):
             "the payload belongs to a vector of another size"
         )
         scales, codes = payload.tensor_split([self._scale_bytes(numel)])
-        # A payload may start at an odd address of a gathered buffer, which wider types cannot view.
+        # A payload may start at an odd address of a gathered buffer, where wider types cannot view
+        # it.
         scales = scales.clone().view(self.scale)
         for chunk in chunks(numel, payload.device):
             chunk_scales = scales[self._blocks(chunk)]
@@ -129,16 +130,16 @@ class Blockwise(Compression):
         return self.scale.itemsize * -(-numel // self.block)
 
     def _blocks(self, chunk: slice) -> slice:
-        """Returns the blocks of some values, which begin with a whole block."""
+        """Returns the blocks of a chunk of values, which starts with a whole block."""
         return slice(chunk.start // self.block, -(-chunk.stop // self.block))
 
     def _code_bytes(self, chunk: slice) -> slice:
-        """Returns the bytes with the codes of some values, which begin with a whole byte."""
+        """Returns the bytes with the codes of a chunk of values, which starts with a whole byte."""
         return slice(chunk.start * self.bits // 8, -(-chunk.stop * self.bits // 8))
 
 
 class Leveled(Blockwise):
-    """Has the same levels in all blocks, times the step of the block, which its scale encodes.
+    """Uses the same levels in all blocks, multiplied by the block's step, which its scale encodes.
 
     Attributes:
         levels: The value of each code under a scale of 1: ``2 ** bits`` numbers.
@@ -159,9 +160,9 @@ class _Integers(Leveled):
     """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to
     ``largest``.
 
-    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is so large that a step
-    of a 127th is no subnormal number, and at most the largest finite bfloat16. Values are rounded
-    to nearest, and ties go to even.
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is large enough that a
+    127th of it is not subnormal, and at most the largest finite bfloat16. Values are rounded to
+    nearest, and ties go to even.
     """
 
     block: ClassVar[int] = 128
@@ -172,8 +173,7 @@ class _Integers(Leveled):
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks, in two's complement."""
         tops = (magnitude_bits(values).amax(1) + 0x8000 >> 16).clamp_(0x0400, 0x7F7F)
-        # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal
-        # number.
+        # Not largest / tops: torch would take the reciprocal of the tops, which may be subnormal.
         per_unit = torch.full_like(tops, self.largest, dtype=torch.float32)
         per_unit.div_(from_bfloat16_bits(tops))
         numbers = (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest)
@@ -184,8 +184,8 @@ class _Integers(Leveled):
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the steps; with the divisor on the device, as an accelerator would multiply by
-        its reciprocal.
+        """Returns the steps. The divisor is on the device, because an accelerator would otherwise
+        multiply by its reciprocal.
         """
         tops = from_bfloat16_bits(scales)
         return tops.div_(tops.new_full((), self.largest))
@@ -193,7 +193,8 @@ class _Integers(Leveled):
 
 @dataclass(frozen=True)
 class Int8(_Integers):
-    """Whole numbers from -127 to 127, and 16 bits for each block of 128 values: 8.125 bits a value.
+    """Whole numbers from -127 to 127, and 16 bits for each block of 128 values: 8.125 bits per
+    value.
 
     Examples:
         >>> import torch
@@ -210,7 +211,7 @@ class Int8(_Integers):
 
 @dataclass(frozen=True)
 class Int4(_Integers):
-    """Whole numbers from -7 to 7, and 16 bits for each block of 128 values: 4.125 bits a value.
+    """Whole numbers from -7 to 7, and 16 bits for each block of 128 values: 4.125 bits per value.
 
     Examples:
         >>> import torch
@@ -229,7 +230,7 @@ class _Microscaling(Leveled):
     """Small floating-point codes under one power of two per block, as in the OCP Microscaling
     formats.
 
-    A power of two leaves every product exact. It is stored as E8M0: the exponent of a float32,
+    With a power of two, every product is exact. It is stored as E8M0: the exponent of a float32,
     biased by 127.
     """
 
@@ -242,10 +243,10 @@ class _Microscaling(Leveled):
 
 @dataclass(frozen=True)
 class FP8(_Microscaling):
-    """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
+    """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits per value.
 
     The power of two brings the largest magnitude of the block, rounded to four significant bits,
-    into ``[128, 256)``. So nothing is clipped, and a value down to ``2**-13`` of the largest keeps
+    into ``[128, 256)``. So nothing is clipped, and values down to ``2**-13`` of the largest keep
     four significant bits. Ties go to even.
 
     Examples:
@@ -280,11 +281,13 @@ class FP8(_Microscaling):
 
 @dataclass(frozen=True)
 class MXFP4(_Microscaling):
-    """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
+    """The OCP MXFP4 format: E2M1 codes, and 8 bits for each block of 32 values (4.25 bits per
+    value).
 
     The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The
-    power of two brings the largest magnitude into ``[4, 8)``, as the OCP specification says, so
-    values above 6 are clipped. A value goes to the nearest level, and ties go to the even code.
+    power of two brings the largest magnitude into ``[4, 8)``, as the OCP specification requires, so
+    values above 6 are clipped. A value is rounded to the nearest level, and ties go to the even
+    code.
 
     Examples:
         >>> import torch
@@ -306,8 +309,8 @@ class MXFP4(_Microscaling):
         magnitude = magnitude_bits(values)
         scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
         share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None])
-        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The least of the three
-        # roundings is right.
+        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The smallest of the
+        # three roundings is correct.
         numbers = torch.minimum((share * 2).round_(), share.round().add_(2))
         numbers = torch.minimum(numbers, (share * 0.5).round_().add_(4)).clamp_(0, 7)
         return scales.to(torch.uint8), numbers.to(torch.int32).bitwise_or_(sign_bits(values, 3))
@@ -315,12 +318,12 @@ class MXFP4(_Microscaling):
 
 @dataclass(frozen=True)
 class Int2(Blockwise):
-    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a
+    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits per
     value.
 
     The magnitudes in a block are split at their mean; the means of the two sets are the two
-    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that holds
-    a zero, the lower magnitude is zero, so zeros stay zeros.
+    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that
+    contains a zero, the lower magnitude is zero, so zeros remain zeros.
 
     Examples:
         >>> import torch
@@ -336,8 +339,8 @@ class Int2(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A scale holds the lower and the upper magnitude as bfloat16, in
-        that order.
+        """Encodes whole blocks. A scale consists of the lower and the upper magnitude as bfloat16,
+        in that order.
         """
         magnitude = magnitude_bits(values)
         means = torch.stack(_two_means(magnitude), dim=1)
@@ -370,15 +373,15 @@ def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """
     doubles = magnitudes.view(torch.float32).to(torch.float64)
     mean = doubles.mean(1)
-    # The least float32 that is at or above the mean.
+    # The smallest float32 that is at or above the mean.
     least = mean.to(torch.float32)
     least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
     # -1 for each magnitude below it, 0 for the others.
     is_below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(31)
     number_below = is_below.sum(1, dtype=torch.int32).neg_()
     number_above = (magnitudes.size(1) - number_below).clamp_(min=1)
-    # Both are summed: in the difference from the sum of all, small values beside great ones would
-    # be lost.
+    # Both are summed: in the difference from the total, small values next to large ones would be
+    # lost.
     below = is_below.bitwise_and_(magnitudes)
     low = doubles.copy_(below.view(torch.float32)).sum(1) / number_below.clamp(min=1)
     above = below.bitwise_xor_(magnitudes)
@@ -395,7 +398,7 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
 
 
 def from_bfloat16_bits(bits: Tensor) -> Tensor:
-    """Returns the float32 values of bfloat16 bits that are held as integers."""
+    """Returns the float32 values of bfloat16 bits that are stored as integers."""
     return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
@@ -412,7 +415,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Returns the float32 values of bytes of codes, a row for each row of bytes."""
+    """Returns the float32 values of bytes of codes, one row for each row of bytes."""
     words = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
     return words.view(torch.float32).view(len(codes), -1)
 
@@ -429,11 +432,10 @@ def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes, given one to a byte. Whole words are much faster than every other byte."""
+    """Packs codes, given one per byte. Working on words is much faster than on every other byte."""
     if bits == 8:
         return codes
-    # A code of 2 bits in the next byte is 8 - 2 bits too far up; bits above the lowest byte are
-    # dropped.
+    # A 2-bit code in the next byte is 8 - 2 bits too high; bits above the lowest byte are dropped.
     if bits == 4:
         words = codes.view(torch.int16)
         return (words | words >> 4).to(torch.uint8)
@@ -450,7 +452,7 @@ def _padded(values: Tensor, block: int) -> Tensor:
 
 
 def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
-    """Returns the biased exponent of the largest magnitude, less ``below``."""
+    """Returns the biased exponent of the largest magnitude, minus ``below``."""
     return (largest >> _EXPONENT).sub_(below).clamp_(lowest + 1, 254 - below)
 
 

@@ -1,4 +1,4 @@
-"""A code for each link: each sender chooses one from a menu, based on its own link's bandwidth."""
+"""A code for each link: each sender chooses one from a menu, based on the bandwidth of its link."""
 
 import copy
 import math
@@ -13,29 +13,28 @@ from lightning_sdiloco.compression.base import Compression, State, Traits, is_nu
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.names import resolve
 
-# Bytes before a payload of `ByLink` that name its code. The payload behind them stays aligned.
+# The bytes before a payload of `ByLink` that name its code. The payload after them remains aligned.
 _HEAD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Each sender chooses, from a menu, the first code that its own link carries in time
-    (FusionLLM).
+    """Each sender chooses the first code in a menu that its link can carry in time (FusionLLM).
 
-    Each sender chooses independently at each launch, and each payload names its code, so all groups
-    decode the same bits. The loss of a code with error feedback is added to the next launch,
-    whatever its code. As long as there is such a memory, it also takes in the losses of the other
-    codes.
+    Each sender chooses independently at each launch. Each payload names its code, so all groups
+    decode it to bit-identical values. The error of a code with error feedback is added to the next
+    launch, whatever code that uses. While there is such a memory, the errors of the other codes are
+    also added to it.
 
     Args:
         menu: The codes, by name or as compressions, the preferred one first.
-        within: Seconds within which a payload must be sent, or ``"overlap"``, the time that
+        within: The seconds within which a payload must be sent, or ``"overlap"``, the time that
             ``overlap_steps`` take. If no code is small enough, the smallest is used. Until the link
-            is known, the first is.
+            is known, the first is used.
 
     Raises:
-        ValueError: If the menu is empty, or has a code whose payloads vary in length, or ``within``
-            is out of range.
+        ValueError: If the menu is empty or contains a code whose payloads vary in length, or if
+            ``within`` is out of range.
 
     Examples:
         >>> code = ByLink(menu=("fp4", "int2", "sparse"))

@@ -1,4 +1,4 @@
-"""Compressions that store each value by itself in a standard floating-point format."""
+"""Compressions that store each value separately in a standard floating-point format."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class _Cast(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        # A payload may start at an odd address inside a gathered buffer, which wider types cannot
-        # view.
+        # A payload may start at an odd address of a gathered buffer, where wider types cannot view
+        # it.
         if payload.storage_offset() % self.dtype.itemsize:
             payload = payload.clone()
         out.copy_(payload.view(self.dtype))
@@ -41,7 +41,7 @@ class _Cast(Compression):
 
 @dataclass(frozen=True)
 class Float32(_Cast):
-    """No compression: the bytes of the float32 values, 32 bits a value.
+    """No compression: the bytes of the float32 values, 32 bits per value.
 
     Examples:
         >>> import torch
@@ -66,7 +66,7 @@ class Float32(_Cast):
 
 @dataclass(frozen=True)
 class BFloat16(_Cast):
-    """Rounds to bfloat16, to nearest and ties to even: 16 bits a value.
+    """Rounds to the nearest bfloat16, ties to even: 16 bits per value.
 
     A finite value beyond the largest bfloat16 (3.39e38) becomes that largest value, not infinity.
 

@@ -1,4 +1,4 @@
-"""Error feedback: the compression's error is added to the next outer gradient."""
+"""Error feedback adds the compression error to the next outer gradient."""
 
 from dataclasses import dataclass, replace
 
@@ -12,18 +12,18 @@ from lightning_sdiloco.memory import new_vector
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compression):
-    """Encodes like another compression and adds what it loses to the next outer gradient of the
+    """Encodes with another compression, and adds its error to the next outer gradient of the
     fragment.
 
     The memory changes when a flight lands, if the group counted in its mean. It is part of a
     checkpoint. It is lost when rounds restart: with other groups or settings, or when parameters
-    are frozen or unfrozen. With ``mixing`` the local parameters keep a share of what was lost, so
-    only the rest is remembered. The final exchange adds no memory.
+    are frozen or unfrozen. With ``mixing``, the local parameters keep a share of the error, so only
+    the rest is remembered. The final exchange does not add the memory.
 
     Args:
         compression: The compression.
-        decay: Share of the loss to remember, above 0 and at most 1. SparseLoCo (arXiv 2508.15706)
-            uses 0.95.
+        decay: The share of the error to remember, above 0 and at most 1. SparseLoCo (arXiv
+            2508.15706) uses 0.95.
 
     Raises:
         ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already
@@ -79,11 +79,12 @@ class ErrorFeedback(Compression):
             values = torch.add(gradient, state.memory, out=new_vector(numel, gradient.device))
         inner_state = State(tuning=state.tuning)
         payload, inner_state = self.compression.encode_launch(values, inner_state, mixing)
-        # The sum is freed before the new memory, which is as long, is made.
+        # The sum is freed before the new memory, which has the same size, is allocated.
         del values
         decoded = new_vector(numel, gradient.device)
         self.compression.decode(payload, decoded)
-        # The local parameters keep their share of the loss, which the next outer gradient contains.
+        # The local parameters keep their share of the error, which the next outer gradient
+        # contains.
         lost = torch.sub(gradient, decoded, out=decoded).mul_(1 - mixing)
         if state.memory is not None:
             lost.add_(state.memory)

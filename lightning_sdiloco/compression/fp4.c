@@ -1,11 +1,11 @@
-// FP4 for a CPU: what fp4.py does with operations of torch, bit for bit, in one pass over the values.
+// FP4 for a CPU, in one pass over the values, bit-identical to the torch operations of fp4.py.
 //
-// Compiled by hatch_build.py when the package is built. Products round by themselves (-ffp-contract=off).
+// Compiled by hatch_build.py when the package is built. Products are rounded separately (-ffp-contract=off).
 
 #include <stdint.h>
 #include <string.h>
 
-// Two forms in one library, of which the loader takes the one that suits the processor: so the library runs anywhere.
+// Two versions in one library: the loader takes the one that suits the processor, so the library runs anywhere.
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EVERY_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
@@ -57,7 +57,7 @@ static inline void decode_block(const uint64_t *restrict levels, const uint8_t *
     for (int i = 0; i < BLOCK; i++) out[i] = found[i] * scale;
 }
 
-// values: the bits of float32 values. The payload: a top for each block, then two codes to a byte. It may start at any address.
+// values: the bits of float32 values. The payload: a top for each block, then two codes per byte. It may start at any address.
 FOR_EVERY_PROCESSOR
 void fp4_encode(const uint32_t *values, int64_t numel, uint8_t *payload) {
     int64_t blocks = (numel + BLOCK - 1) / BLOCK;
@@ -78,7 +78,7 @@ void fp4_encode(const uint32_t *values, int64_t numel, uint8_t *payload) {
     }
 }
 
-// levels: for each byte the two float32 values that it stands for under a top of 1.
+// levels: for each byte, the two float32 values that it represents with a top of 1.
 FOR_EVERY_PROCESSOR
 void fp4_decode(const uint8_t *payload, int64_t numel, const uint64_t *levels, float *out) {
     int64_t blocks = (numel + BLOCK - 1) / BLOCK;
@@ -99,7 +99,7 @@ void fp4_decode(const uint8_t *payload, int64_t numel, const uint64_t *levels, f
     }
 }
 
-// The mean of what the payloads of groups decode to, each times its factor, added up in their order.
+// The mean of the groups' decoded payloads, each multiplied by its factor, summed in order.
 FOR_EVERY_PROCESSOR
 void fp4_mean(const uint8_t *const *payloads, const float *factors, int64_t groups, int64_t numel,
               const uint64_t *levels, float *out) {

@@ -1,13 +1,14 @@
-"""FP4: four bits a value, E3M0 codes (sign and three exponent bits) under one scale per block.
+"""FP4: four bits per value, E3M0 codes (sign and three exponent bits) under one scale per block.
 
-A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)``
-bytes of codes. ``docs/decisions/fp4.md`` has the format byte by byte and the reasons.
+A payload of ``numel`` values consists of ``ceil(numel / 128)`` tops of 16 bits, then
+``ceil(numel / 2)`` bytes of codes. ``docs/decisions/fp4.md`` gives the format byte by byte and the
+reasons.
 
-[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
-time. ``hatch_build.py`` compiles it where there is a C compiler; nothing is compiled later. On a
-GPU, ``fp4_triton.py`` does, where torch has brought Triton. Operations of torch are the reference
-and do without either, so ranks need not agree on them: each has shown on a sample that it gives
-their bits.
+[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, and takes the mean in an eighth
+of the time. ``hatch_build.py`` compiles it if there is a C compiler; nothing is compiled later. On
+a GPU, ``fp4_triton.py`` is used if torch has installed Triton. The torch operations are the
+reference and need neither. Ranks may differ in this: each pass is used only if its results on a
+sample are bit-identical to the reference.
 """
 
 import ctypes
@@ -38,28 +39,28 @@ _log = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("libfp4.so")
 
 BLOCK = 128
-"""Values under one scale."""
+"""The number of values under one scale."""
 
 _EXPONENT = 23  # the position of the exponent in a float32
 
 # The least top keeps the lowest level and the threshold below it out of the subnormal numbers,
-# which a device may flush to zero. The greatest is the largest finite bfloat16; blocks that are not
-# finite get it too.
+# which a device may flush to zero. The greatest is the largest finite bfloat16, which blocks that
+# are not finite also get.
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
 
 
 @dataclass(frozen=True)
 class FP4(Leveled):
-    """Four bits a value, and 16 bits for each block of 128 values: 4.125 bits a value.
+    """Four bits per value, and 16 bits for each block of 128 values: 4.125 bits per value.
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top``
-    is the largest magnitude of the block, cut to bfloat16. A value goes to the nearest level, but
-    to zero below three quarters of the lowest level. So a value is off by at most a third of
-    itself, and below ``top * 3/256`` by at most itself.
+    is the largest magnitude of the block, truncated to bfloat16. A value is rounded to the nearest
+    level, but to zero below three quarters of the lowest level. So a value is off by at most a
+    third of itself, or by at most itself below ``top * 3/256``.
 
     Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up
-    in float32. It gives no rule for the scale: this one was chosen by measuring, see
+    in float32. It gives no rule for the scale. This one was chosen by measurement; see
     ``benchmarks/compression.py``.
 
     Examples:
@@ -144,7 +145,9 @@ def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
 
 
 class Passes(NamedTuple):
-    """The same in one pass each, on one type of device; they write to the last argument."""
+    """Encoding, decoding and the mean in one pass each, for a type of device. They write to the
+    last argument.
+    """
 
     encode: Callable[[Tensor, Tensor], None]
     decode: Callable[[Tensor, Tensor], None]
@@ -161,8 +164,8 @@ def _passes_for(*tensors: Tensor) -> Passes | None:
 
 @cache
 def passes_on(device: str) -> Passes | None:
-    """Returns what a type of device has in place of operations of torch; see [Note: in one
-    pass].
+    """Returns the passes that replace torch operations on a type of device; see
+    [Note: in one pass].
     """
     makers = {"cpu": ("fp4.c", _in_c), "cuda": ("fp4_triton.py", _in_triton)}
     if device not in makers:
@@ -174,7 +177,7 @@ def passes_on(device: str) -> Passes | None:
             return passes
         reason = "it gives other bits"
     except Exception as error:
-        # Triton, and the compilers that it calls, raise errors of many kinds.
+        # Triton, and the compilers that it calls, raise many kinds of errors.
         reason = f"{type(error).__name__}: {error}"
     _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None
@@ -198,7 +201,7 @@ def _in_c() -> Passes:
     library.fp4_encode.argtypes = (pointer, size, pointer)
     library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
     library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
-    # The passes keep this table alive, to which C has only a pointer.
+    # The passes keep this table alive, because C has only a pointer to it.
     levels = table(FP4.levels, torch.device("cpu"))
     return Passes(
         partial(_encode, library),
@@ -224,7 +227,7 @@ def _mean(
 
 
 class _Eager(FP4):
-    """Encodes and decodes by operations of torch alone."""
+    """Encodes and decodes with torch operations only."""
 
     encode = Blockwise.encode
     decode = Blockwise.decode
@@ -238,7 +241,7 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
     payload = torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
     passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
-    # A decoded payload and a mean each.
+    # Each has a decoded payload and a mean.
     results = torch.empty(2, len(values), device=device, dtype=torch.float32)
     expected = torch.empty_like(results)
     passes.decode(payload, results[0])

@@ -1,6 +1,6 @@
-"""FP4 on a GPU: what `fp4` does with operations of torch, bit for bit, in one pass over the values.
+"""FP4 on a GPU, in one pass over the values, bit-identical to the torch operations of `fp4`.
 
-Only `fp4` imports this, when it first meets a tensor on a GPU: Triton comes with torch there.
+Only `fp4` imports this, when it first gets a tensor on a GPU, where Triton comes with torch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, index, unused-ignore"
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Blocks of 128 values for each program, and its warps: of fifteen pairs the best on an H200, by
-# little.
+# Blocks of 128 values for each program, and its warps: the best of fifteen pairs on an H200, by a
+# small margin.
 _ROWS = 8
 _WARPS = 2
 
-# Payloads that are added up in one pass. A kernel is compiled for each number of them.
+# The most payloads that are summed in one pass. A kernel is compiled for each number of payloads.
 _AT_ONCE = 8
 
 
@@ -42,7 +42,7 @@ def _encode(values, payload, numel, blocks, rows: tl.constexpr):
 
 @triton.jit
 def _level(code, top):
-    # A code is an exponent: 7 stands for the top, and 0 for zero. Their products are exact.
+    # A code is an exponent: 7 means the top, and 0 means zero. The products are exact.
     magnitude = tl.where((code & 7) == 0, 0, ((code & 7) + 120) << 23) | ((code & 8) << 28)
     return magnitude.to(tl.float32, bitcast=True) * top
 
@@ -112,7 +112,7 @@ def mean(sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
 
 
 def _even(payload: Tensor) -> Tensor:
-    """Copies a payload that starts at an odd address of a gathered buffer, where no top can be
+    """Copies a payload that starts at an odd address of a gathered buffer, where tops cannot be
     read.
     """
     return payload.clone() if payload.data_ptr() % 2 else payload
@@ -125,7 +125,7 @@ def _run(kernel: Callable[..., Any], values: Tensor, *arguments: Any, **constant
         return
     grid = (-(-blocks // _ROWS),)
     with torch.get_device_module(values.device).device(values.device):
-        # Products and sums round by themselves.
+        # Products and sums are rounded separately.
         kernel[grid](
             *arguments,
             numel,

@@ -24,7 +24,7 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The named compressions. All except ``"sparse"``, which has a memory, also come with one:
+"""The named compressions. All except ``"sparse"``, which has error feedback, also come with it:
 ``"top_k+memory"``."""
 
 MEMORY = "+memory"
@@ -36,7 +36,7 @@ def resolve(compression: str | Compression) -> Compression:
 
     Args:
         compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for
-            error feedback that forgets nothing; or a compression, which is returned unchanged.
+            error feedback with a ``decay`` of 1; or a compression, which is returned unchanged.
 
     Returns:
         The compression.

@@ -1,7 +1,7 @@
-"""Sends few of the values, encoded by another compression; the others come back as zero.
+"""Sends few of the values, encoded by another compression; the others are decoded as zero.
 
-`TopK` and `Threshold` send the largest of each block, and where they are. `RandomK` and
-`RandomBlock` send what chance picks: all groups pick the same, so no positions are sent.
+`TopK` and `Threshold` send the largest values of each block, and their positions. `RandomK` and
+`RandomBlock` send random values: all groups pick the same ones, so no positions are sent.
 """
 
 import copy
@@ -29,7 +29,7 @@ from lightning_sdiloco.memory import new_vector
 Self = TypeVar("Self", bound="_Chance")
 
 BLOCK = 4096
-"""Values among which the largest are chosen: a position in a block takes 12 bits."""
+"""The number of values among which the largest are chosen: a position in a block takes 12 bits."""
 
 _GROUP = 8  # values of a block in a group; the search starts with the largest value of each group
 
@@ -39,15 +39,15 @@ class TopK(Compression):
     """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12
     bits of position.
 
-    An even number of values of each block is sent, or all of them. A payload holds the positions,
-    in rising order within a block and two in three bytes, then the payload of the chosen values, in
-    the order of the positions.
+    An even number of values of each block is sent, or all of them. A payload contains the
+    positions, in ascending order within a block and two in three bytes, then the payload of the
+    chosen values, in the same order.
 
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
-        values: How the values that are sent are encoded.
-        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of the
-            ``"senders"`` among them that sent this value, as in SparseLoCo's code (arXiv
+        values: The compression of the values that are sent.
+        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of those
+            among them that sent this value (``"senders"``), as in SparseLoCo's code (arXiv
             2508.15706). ``"senders"`` needs a smaller outer learning rate, and does not work with
             two shots.
 
@@ -168,9 +168,9 @@ class TopK(Compression):
 
     def _number_sent(self, size: int) -> int:
         """Returns how many values of a block are sent: an even number, so that the next block
-        starts at a byte.
+        starts at a byte boundary.
         """
-        # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
+        # The share is read as it is written: 0.03 as a float is not exactly 3 %.
         number = -(-Fraction(str(self.share)) * size // 1)
         return min(int(number + number % 2), size)
 
@@ -184,30 +184,32 @@ class TopK(Compression):
 
 @dataclass(frozen=True, repr=False)
 class Threshold(TopK):
-    """Sends what exceeds a threshold, and no more of each block of 4096 values than `TopK` would.
+    """Sends the values that reach a threshold, but no more of each block of 4096 values than `TopK`
+    would.
 
-    With ``least``, the threshold follows from the mean magnitude of the block. Smaller values are
-    sent as zero, so every payload has the size that ``share`` gives.
+    With ``least``, the threshold is a multiple of the block's mean magnitude. Smaller values are
+    sent as zero, so ``share`` determines the size of every payload.
 
     With ``every``, each block keeps its threshold for that many launches: the smallest value that
     an exact top-k of ``share`` chooses in the first of them (DCT, arXiv 2010.08899). Smaller values
-    are not sent, so payloads get shorter as outer gradients do; ``share`` is the most. The
-    thresholds change at a landing, if the group counts in the mean, and are part of a checkpoint. A
-    launch without them chooses new ones.
+    are not sent, so payloads become shorter as outer gradients do; ``share`` is the upper bound.
+    The thresholds change at a landing, if the group counts in the mean, and are part of a
+    checkpoint. A launch without thresholds chooses new ones.
 
-    With `ErrorFeedback`, small values wait until they have grown.
+    With `ErrorFeedback`, small values accumulate until they are large enough.
 
     Args:
         share: The largest share of the values to send, above 0 and at most 1.
-        values: How the values that are sent are encoded.
-        least: The least magnitude to send, as a multiple of the mean magnitude of the block; at
+        values: The compression of the values that are sent.
+        least: The smallest magnitude to send, as a multiple of the mean magnitude of the block; at
             least 0.
-        every: For how many launches a threshold is kept, at least 1. Give this or ``least``.
+        every: The number of launches for which a threshold is kept, at least 1. Give this or
+            ``least``.
         over: As in `TopK`. With ``least``, a group that sends a zero is not a sender.
 
     Raises:
-        ValueError: If an argument is out of range, ``values`` is not a compression, or not exactly
-            one of ``least`` and ``every`` was given.
+        ValueError: If an argument is out of range, if ``values`` is not a compression, or unless
+            exactly one of ``least`` and ``every`` is given.
 
     Examples:
         >>> from lightning_sdiloco.compression import Float32
@@ -231,7 +233,7 @@ class Threshold(TopK):
         if (self.least is None) == (self.every is None):
             raise ValueError(
                 f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
-                " two. Give least=3.0 to send what exceeds three times the mean of its block, or"
+                " two. Give least=3.0 to send values above three times the mean of their block, or"
                 " every=10 to keep the threshold of a top-k for ten launches."
             )
         if self.least is not None and not (is_number(self.least) and self.least >= 0):
@@ -270,7 +272,7 @@ class Threshold(TopK):
         return self._encode_above(gradient, tuning[1:]), State(tuning=tuning)
 
     def _first_tuning(self, values: Tensor) -> Tensor:
-        """Returns the number of launches with these thresholds, then the threshold of each
+        """Returns the number of launches with these thresholds, followed by the threshold of each
         block.
         """
         parts = [values.new_ones(1)]
@@ -303,7 +305,7 @@ class Threshold(TopK):
         head = torch.stack((numbers & 255, numbers >> 8), dim=1).to(torch.uint8).view(-1)
         parts = [head, _packed(torch.cat(positions))]
         sent = torch.cat(chosen)
-        # A compression has no payload of no values.
+        # A compression cannot encode an empty vector.
         if len(sent):
             parts.append(self.values.encode(sent))
         return torch.cat(parts)
@@ -341,8 +343,8 @@ class Threshold(TopK):
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
     def _reach(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Returns which values of each block are sent: those that reach its threshold, but no more
-        than the largest.
+        """Returns which values of each block are sent: those that reach its threshold, limited to
+        the largest ones.
         """
         is_sent = (magnitudes >= thresholds) & (magnitudes > 0)
         most = self._number_sent(magnitudes.size(1))
@@ -352,7 +354,7 @@ class Threshold(TopK):
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Yields views of the values, a block to a row: stretches of whole blocks, then the remainder
+    """Yields views of the values, one block per row: stretches of whole blocks, then the remainder
     as one short block.
     """
     for stretch in _stretches(values.numel(), values.device):
@@ -375,8 +377,7 @@ def _largest(magnitudes: Tensor, number: int) -> Tensor:
     groups = size // _GROUP
     if size % _GROUP or number * 2 > groups:
         return magnitudes.topk(number, dim=1, sorted=False).indices
-    # They all lie in the groups with the largest maxima, and these groups are found among far fewer
-    # numbers.
+    # They are all in the groups with the largest maxima, which are found among far fewer numbers.
     maxima = magnitudes.view(-1, _GROUP, groups).amax(1)
     chosen_groups = maxima.topk(number, dim=1, sorted=False).indices
     members = torch.arange(0, size, groups, device=magnitudes.device)
@@ -386,7 +387,7 @@ def _largest(magnitudes: Tensor, number: int) -> Tensor:
 
 
 def _packed_bytes(count: int) -> int:
-    """Returns the bytes of that many positions."""
+    """Returns the number of bytes of ``count`` positions."""
     return -(-count * 3 // 2)
 
 
@@ -399,7 +400,7 @@ def _packed(positions: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Reads back that many positions."""
+    """Reads back ``count`` positions."""
     triples = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3)
     low, middle, high = triples.unbind(1)
     pairs = low | middle << 8 | high << 16
@@ -461,7 +462,8 @@ class _Chance(Compression):
     @property
     @override
     def traits(self) -> Traits:
-        # All groups pick the same values, so the others hold as for the compression of the values.
+        # All groups pick the same values, so the other traits are those of the compression of the
+        # values.
         traits = self.values.traits
         values = traits.values or self.values
         return traits._replace(varies=False, remembers=False, values=values, hub_code=None)
@@ -498,23 +500,23 @@ class _Chance(Compression):
 
     @abstractmethod
     def picked(self, values: Tensor) -> Tensor:
-        """Returns the values that chance picks, in their order, as a contiguous tensor."""
+        """Returns the randomly picked values, in order, as a contiguous tensor."""
 
     @abstractmethod
     def put(self, sent: Tensor, out: Tensor) -> None:
-        """Writes the values that were picked back into their places."""
+        """Writes the picked values back to their places."""
 
 
 @dataclass(frozen=True)
 class RandomK(_Chance):
     """One value of every ``every`` consecutive ones, at random, encoded by another compression.
 
-    The choice follows from the inner step of the launch: all groups send the same values, and each
-    launch others.
+    The choice depends on the inner step of the launch: all groups send the same values, and each
+    launch sends different ones.
 
     Args:
         every: One of this many values is sent.
-        values: How the values that are sent are encoded.
+        values: The compression of the values that are sent.
 
     Raises:
         ValueError: If ``every`` is out of range, or ``values`` is not a compression.
@@ -541,7 +543,7 @@ class RandomK(_Chance):
             start = end
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields views of the values, a cell to a row, and the position picked in each; the last
+        """Yields views of the values, one cell per row, and the position picked in each; the last
         cell may be short.
         """
         full_cells = len(values) // self.every
@@ -561,11 +563,11 @@ class RandomK(_Chance):
 class RandomBlock(_Chance):
     """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
 
-    The choice follows from the inner step of the launch: all groups send the same stretch.
+    The choice depends on the inner step of the launch: all groups send the same stretch.
 
     Args:
-        every: The vector is cut into this many stretches.
-        values: How a stretch is encoded.
+        every: The number of stretches into which the vector is divided.
+        values: The compression of the stretch.
 
     Raises:
         ValueError: If ``every`` is out of range, or ``values`` is not a compression.
@@ -589,16 +591,16 @@ class RandomBlock(_Chance):
     def _stretch(self, values: Tensor) -> Tensor:
         length = -(-len(values) // self.every)
         number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
-        # The last stretch may reach back into the one before, so that all have the same length.
+        # The last stretch may overlap the one before, so that all have the same length.
         start = min(number * length, len(values) - length)
         return values[start : start + length]
 
 
 def _hashed(numbers: Tensor, step: int) -> Tensor:
-    """Turns whole numbers and the inner step into 32 bits that look like chance, the same on every
+    """Turns whole numbers and the inner step into 32 bits that look random, the same on every
     device.
     """
-    # Products may overflow 64 bits; their low 32 bits, which are kept, are right nevertheless.
+    # Products may overflow 64 bits, but their low 32 bits, which are kept, are correct.
     hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashed &= 0xFFFFFFFF

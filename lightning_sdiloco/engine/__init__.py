@@ -1,14 +1,15 @@
 """The engine: launches and lands the fragments of a model in any PyTorch training loop.
 
-It takes a model, which an inner optimizer trains, and one call after every inner step; it leaves
-the outer model. Start reading at `rounds`, which is Algorithm 2, then `flight`, `fragments` and
-`engine`, which has the verbs of a training loop. `fragmented_model` cuts the model, `shards` knows
-how it holds its parameters, `outer` holds the outer optimizer; `turns` lets groups in one process
-wait for each other. Nothing in this folder knows Lightning or the environment, and it reaches other
-ranks only through a `Topology`.
+It takes a model, which an inner optimizer trains, and one call after every inner step. At the end,
+the model contains the outer parameters. Start reading at `rounds`, which is Algorithm 2, then
+`flight`, `fragments` and `engine`, which has the methods for a training loop. `fragmented_model`
+divides the model into fragments, `shards` describes how a model stores its parameters, and `outer`
+has the outer optimizer. `turns` lets groups in one process wait for each other. Nothing in this
+folder depends on Lightning or the environment, and it reaches other ranks only through a
+`Topology`.
 
-[Note: threads] Each mutable object has one thread that writes to it. Objects change hands at the
-events of this table, and every one of them is ordered by a queue or a lock.
+[Note: threads] Each mutable object has one thread that writes to it. Objects are handed over at the
+events in this table, each of which is ordered by a queue or a lock.
 
 ============================  ==========================  ==============================
 object                        thread that writes to it    handed over by

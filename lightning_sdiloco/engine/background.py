@@ -1,8 +1,8 @@
-"""The background: where flights are processed while training continues.
+"""The background processes flights while training continues.
 
-Work is a generator: the code between two ``yield`` is a stage. Each stage takes work in the order
-in which it was started, so one fragment is encoded while another one travels and a third one takes
-its outer step.
+Work is a generator: the code between two ``yield`` statements is a stage. Each stage processes work
+in the order in which it was started, so one fragment can be encoded while another is in transit and
+a third takes its outer step.
 """
 
 import queue
@@ -21,15 +21,15 @@ from lightning_sdiloco.comm.topology import STAGES
 Result = TypeVar("Result")
 Work = Generator[None, None, Result]
 
-# A thread that ends at the same time as the interpreter may end the process.
+# A thread that ends at the same time as the interpreter may crash the process.
 _LONGEST_WAIT_S = 0.5
 
 
 class Pending(Generic[Result]):
-    """Work that was started, and later its result.
+    """Work that was started, and its result once it has ended.
 
     Attributes:
-        ready: The event on an accelerator before which the work must not begin; None on a CPU.
+        ready: The event on an accelerator for which the work must wait; None on a CPU.
     """
 
     def __init__(self, work: Work[Result], ready: Any = None) -> None:
@@ -47,16 +47,16 @@ class Pending(Generic[Result]):
 
         Gradients must not be recorded. After the last stage, ``settle`` waits for the device.
         """
-        assert self._work is not None, "work that has ended does not go on"
+        assert self._work is not None, "work that has ended cannot advance"
         try:
             next(self._work)
             return True
         except StopIteration as ended:
             self._result = ended.value
-        except BaseException as error:  # it is raised again where the result is asked for
+        except BaseException as error:  # it is raised again when the result is requested
             self._failure = error
-        # This frees the frame of the work and all that it held. Once the result is out, the
-        # interpreter may end, and a thread that frees a tensor meanwhile ends the process.
+        # This frees the frame of the work and everything in it. Once the result is available, the
+        # interpreter may end, and a thread that frees a tensor at that time crashes the process.
         self._work = None
         try:
             if settle is not None and self._failure is None:
@@ -87,7 +87,7 @@ class Pending(Generic[Result]):
 class Background(ABC):
     @abstractmethod
     def start(self, work: Work[Result]) -> Pending[Result]:
-        """Starts work. Every stage takes work in the order of its start."""
+        """Starts work. Every stage processes work in the order in which it was started."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -97,7 +97,7 @@ _Queue = queue.SimpleQueue["Pending[Any] | None"]
 
 
 class ThreadBackground(Background):
-    """Runs every stage in its own worker thread, on an accelerator in a side stream."""
+    """Runs every stage in a separate worker thread, and in a side stream on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
@@ -106,8 +106,8 @@ class ThreadBackground(Background):
         self._streams = _Streams(device) if device.type != "cpu" else None
         self._threads: list[threading.Thread] = []
         for incoming, following in zip(queues, following_queues, strict=True):
-            # The threads know the queues and not this object, so they end even if it is never
-            # closed.
+            # The threads refer to the queues and not to this object, so they end even if it is
+            # never closed.
             thread = threading.Thread(
                 target=_serve,
                 args=(incoming, following, self._streams),
@@ -124,7 +124,7 @@ class ThreadBackground(Background):
         return pending
 
     def close(self) -> None:
-        """Ends the worker threads once their queues are empty, and waits briefly for that."""
+        """Ends the worker threads once their queues are empty, and waits briefly for them."""
         self._first.put(None)
         deadline = time.monotonic() + _LONGEST_WAIT_S
         for thread in self._threads:
@@ -149,7 +149,7 @@ class _Streams:
         self._side = self._module.Stream(device=device)
 
     def mark(self) -> Any:
-        """Records an event behind everything that the training stream has been given so far."""
+        """Records an event after all work that is queued on the training stream so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event
@@ -165,7 +165,7 @@ class _Streams:
 class InlineBackground(Background):
     """Works without threads, for several groups in one process.
 
-    The first stage runs when work starts, the others when its result is asked for.
+    The first stage runs when work starts, the others when its result is requested.
     """
 
     def __init__(self, started: "dict[int, list[_InlinePending[Any]]]", groups: int) -> None:
@@ -175,7 +175,7 @@ class InlineBackground(Background):
 
     @staticmethod
     def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
-        """Returns the constructors of the backgrounds of several groups, in their order."""
+        """Returns the constructors of the backgrounds of several groups, in order."""
         started: dict[int, list[_InlinePending[Any]]] = defaultdict(list)
         return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
 

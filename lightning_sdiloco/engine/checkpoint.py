@@ -1,13 +1,13 @@
 """The files from which a run resumes: a folder next to an ordinary checkpoint, with one file per
 rank and a manifest.
 
-[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write
-their files, then rank 0 writes the manifest, and last the checkpoint file takes its place in one
-step. So whenever a process is killed, the checkpoint file that exists belongs to a complete folder.
-Folders of earlier saves are removed after that. All ranks wait for each of these steps: to write
-the checkpoint file may be a collective, in which they would wait for one that failed.
+[Note: the order of a save] The checkpoint file names the folder of its save. All ranks write their
+files, then rank 0 writes the manifest, and finally the checkpoint file is put in place atomically.
+So whenever a process is killed, the existing checkpoint file belongs to a complete folder. Folders
+of earlier saves are removed afterwards. All ranks wait for each of these steps, because writing the
+checkpoint file may be a collective, in which they would wait for a rank that failed.
 
-A run resumes exactly with the same groups, ranks and settings. With others it restarts from the
+A run resumes exactly with the same groups, ranks and settings. With others, it restarts from the
 outer parameters; see `restart`.
 """
 
@@ -48,24 +48,24 @@ from lightning_sdiloco.version import VERSION
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Version of the folder's format; any other is refused."""
+"""The version of the folder's format; any other version is refused."""
 
 KEY = "streaming_diloco"
-"""The checkpoint file's key that names its folder."""
+"""The key in the checkpoint file that names its folder."""
 
 Header = Mapping[str, Any]
-"""The value of the checkpoint file's `KEY`: format, folder, layout and settings."""
+"""The value of `KEY` in the checkpoint file: format, folder, layout and settings."""
 
 Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
 _ADVICE = "Older checkpoints remain valid. Free space on the disk."
-_SAME = "Resume with those it was saved with, or restart from the outer parameters that it holds."
+_SAME = "Resume with the same ones as in the checkpoint, or restart from its outer parameters."
 
 
 class Entry(NamedTuple):
-    """A rank's file as the manifest lists it."""
+    """A rank's file, as listed in the manifest."""
 
     name: str
     size: int
@@ -73,11 +73,11 @@ class Entry(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A save whose ranks have written their files, but which no checkpoint file names yet.
+    """A save whose ranks have written their files, but which is not yet named by a checkpoint file.
 
     Attributes:
         path: The checkpoint file.
-        header: The value of the checkpoint file's `KEY`.
+        header: The value of `KEY` in the checkpoint file.
         older: The folders of earlier saves of the same checkpoint file, on rank 0.
         entries: The files of all ranks.
     """
@@ -97,19 +97,19 @@ class _Folder:
     Args:
         path: The checkpoint file.
         follow: Whether to follow a link. ModelCheckpoint(save_last="link") makes one; the folder is
-            beside the file to which it points.
+            next to the file to which it points.
 
     Attributes:
         filesystem: The file system of the checkpoint file and its folder.
-        file: The checkpoint file, as the file system calls it.
-        path: The folder, as the file system calls it.
-        is_local: The folder is on a local disk, where files can be moved.
+        file: The path of the checkpoint file in the file system.
+        path: The path of the folder in the file system.
+        is_local: Whether the folder is on a local disk, where files can be moved.
     """
 
     def __init__(self, path: str, follow: bool = False) -> None:
         # fsspec shares its instances by default. A thread that writes a checkpoint through a shared
         # instance may be in a transaction, which would include the files that other threads write
-        # meanwhile; and its cached listings may be older than the files of other ranks.
+        # in the meantime, and its cached listings may be older than the files of other ranks.
         self.filesystem, self.file = fsspec.core.url_to_fs(path, skip_instance_cache=True)
         self.is_local = type(self.filesystem) is LocalFileSystem
         is_followed = follow and self.is_local
@@ -117,7 +117,7 @@ class _Folder:
         parent, name = os.path.split(target)
         if name.startswith("hpc_ckpt_"):
             # Lightning resumes a requeued job from the last of these names. If a crash left the
-            # file unwritten, Lightning must not take the folder for it.
+            # file unwritten, Lightning must not mistake the folder for it.
             name = name.replace("_", "-")
         self.path = os.path.join(parent, name + _SUFFIX)
 
@@ -125,12 +125,12 @@ class _Folder:
         return bool(self.filesystem.exists(f"{self.path}/{name}"))
 
     def remove(self, target: str) -> None:
-        """Removes the folder or a part of it, if it is there."""
+        """Removes the folder or a part of it, if it exists."""
         if self.filesystem.exists(target):
             self.filesystem.rm(target, recursive=True)
 
     def write(self, target: str, content: bytes) -> None:
-        """Writes a file atomically: all of it or nothing."""
+        """Writes a file atomically."""
         if not self.is_local:
             with self.filesystem.transaction, self.filesystem.open(target, "wb") as file:
                 file.write(content)
@@ -147,7 +147,7 @@ class _Folder:
 
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, object]) -> Entry:
-    """Writes the file of a rank, either all of it or nothing."""
+    """Writes the file of a rank atomically."""
     content = _serialised(state)
     name = f"rank_{rank:05d}.pt"
     _write(path, save, name, content)
@@ -211,7 +211,7 @@ def discard(path: str, save: str) -> None:
     if folder.is_local:
         shutil.rmtree(f"{folder.path}/{save}", ignore_errors=True)
         with suppress(OSError):
-            os.rmdir(folder.path)  # It fails if the folder holds another save.
+            os.rmdir(folder.path)  # It fails if the folder contains another save.
     else:
         with suppress(Exception):
             folder.filesystem.rm(f"{folder.path}/{save}", recursive=True)
@@ -228,7 +228,7 @@ def is_whole(path: str, save: str) -> bool:
 
 
 def fingerprint(path: str) -> str:
-    """Returns a text that changes when a file is replaced; empty if there is no file."""
+    """Returns a string that changes when a file is replaced; empty if there is no file."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.file):
         return ""
@@ -236,22 +236,22 @@ def fingerprint(path: str) -> str:
 
 
 def beside(path: str, save: str) -> str | None:
-    """Returns the path at which a checkpoint file can be written before it takes its place; None
-    where files cannot be moved.
+    """Returns the path at which a checkpoint file can be written before it is moved into place;
+    None if files cannot be moved.
     """
     folder = _Folder(path)
     return f"{folder.path}/{save}/checkpoint" if folder.is_local else None
 
 
 def take_place(part: str, path: str) -> None:
-    """Moves a local file to the place of a checkpoint file, in one step."""
+    """Moves a local file to the path of a checkpoint file, atomically."""
     os.replace(part, _Folder(path).file)
 
 
 def random_state() -> State:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # To ask an unused device would initialise it, which a forked process cannot do.
+    # Querying an unused device would initialise it, which a forked process cannot do.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
@@ -299,12 +299,12 @@ def _read(path: str, save: str, name: str) -> bytes:
         ) from error
 
 
-# The part of a rank's file beside the engine: see [Note: entries of a rank]
+# The part of a rank's file other than the engine: see [Note: entries of a rank]
 
 
 def with_entries(state: State, tree: State, topology: Topology) -> State:
-    """Adds to the state that a rank saves the entries in which it differs from rank 0, and extra
-    state. All ranks must call it.
+    """Adds the entries in which a rank differs from rank 0, and extra state, to the state that the
+    rank saves. All ranks must call it.
     """
     engine = dict(state["engine"])
     differing = differing_from_first(tree, topology.world)
@@ -328,8 +328,8 @@ def _stored(entries: Entries) -> State:
 def take_up_entries(
     saved: State, tree: State, read: Read | None = None, without: Collection[str] = ()
 ) -> State:
-    """Replaces entries that rank 0 saved by those that this rank saved, and returns the state of
-    the engine with extra state.
+    """Replaces entries of rank 0 by those that this rank saved, and returns the state of the engine
+    with extra state.
 
     Without ``read``, it reads the entries that are safe to read, and a warning names the others.
     """
@@ -364,11 +364,11 @@ def write_ranks(
     advice: str = _ADVICE,
 ) -> Saved:
     """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
-    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that
-    # they see.
+    # Ranks may have chosen different paths: requeued SLURM jobs number their checkpoints by the
+    # files that they see.
     path, save = topology.world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = _saves_of(path) if topology.rank == 0 else []
-    # Gathering waits until all files are there.
+    # Gathering waits until all files are written.
     entries = _by_all(
         path, save, topology, lambda: write_rank(path, save, topology.rank, state), advice
     )
@@ -395,13 +395,11 @@ def _saves_of(path: str) -> list[str]:
 def write_common_file(
     saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE
 ) -> None:
-    """Writes the manifest, and then the file that all groups have in common. All ranks must call
-    it.
-    """
+    """Writes the manifest, and then the file that all groups share. All ranks must call it."""
     save = saved.header["save"]
 
     def write_manifest() -> None:
-        """Makes the folder complete."""
+        """Completes the folder."""
         if topology.rank == 0:
             manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
             _write(saved.path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
@@ -413,8 +411,8 @@ def write_common_file(
 def _by_all(
     path: str, save: str, topology: Topology, write: Callable[[], Outcome], advice: str
 ) -> list[Outcome]:
-    """Writes on all ranks, and returns the outcomes of all; raises on all ranks if one cannot
-    write, as on a full disk.
+    """Writes on all ranks, and returns all outcomes; raises on all ranks if one cannot write, for
+    example on a full disk.
     """
     outcomes = topology.world.attempt(write)
     failures = list[str]()
@@ -450,8 +448,8 @@ def write_own(
     tree: State,
     **others: object,
 ) -> Saved:
-    """Writes the files of all ranks, with the inner optimizers and whatever else the caller saves.
-    All ranks must call it.
+    """Writes the files of all ranks, with the inner optimizers and anything else that the caller
+    saves. All ranks must call it.
     """
     rank_state = {
         "engine": state,
@@ -481,7 +479,7 @@ def save(
             folder = _Folder(saved.path)
             folder.write(folder.file, _serialised({"state_dict": dict(outer), KEY: saved.header}))
 
-    # No rank returns before the checkpoint is there.
+    # No rank returns before the checkpoint is in place.
     write_common_file(saved, topology, write)
     if topology.rank == 0:
         remove_saves(saved.path, saved.older)
@@ -514,8 +512,8 @@ def read_own(
     optimizers: int,
     read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and puts its entries into the contents of the checkpoint file.
-    All ranks must call it.
+    """Reads the file of this rank, and inserts its entries into the contents of the checkpoint
+    file. All ranks must call it.
     """
     saved: State = {}
     header = None
@@ -528,7 +526,7 @@ def read_own(
     except ValueError as error:
         refusal = str(error)
     except Exception as error:
-        # Of any kind, because the other ranks would wait for this one.
+        # All kinds of errors, because the other ranks would wait for this one.
         refusal = f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
@@ -599,7 +597,9 @@ def place_of(topology: Topology) -> dict[str, int]:
 
 
 def require_own_state(state: State, topology: Topology) -> None:
-    """Refuses the state of another rank: every worker group would go on from the values of one."""
+    """Refuses the state of another rank: every worker group would continue from the values of
+    one.
+    """
     place = place_of(topology)
     saved_place = state.get("rank")
     if saved_place is None or not state.keys() >= {"settings", "schedule"}:
@@ -625,11 +625,11 @@ def _in_words(place: Mapping[str, int]) -> str:
     )
 
 
-# The state of an inner optimizer as one rank holds it, sharded or not
+# The state of an inner optimizer on one rank, sharded or not
 
 
 def own_state(optimizer: Optimizer) -> State:
-    """Returns the state of an optimizer; of sharded tensors, the part that this rank holds."""
+    """Returns the state of an optimizer, with this rank's parts of sharded tensors."""
     state = optimizer.state_dict()
     held = dict[int, State]()
     divided = dict[int, list[str]]()

@@ -1,4 +1,4 @@
-"""DropCompute: ranks of a group that are late in an inner step leave out the rest of their
+"""DropCompute: ranks of a group that are late in an inner step drop the rest of their
 micro-batches.
 """
 
@@ -14,35 +14,35 @@ from torch import nn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import is_sharded
 
-# Inner steps after which ``budget="auto"`` is chosen.
+# The number of inner steps after which ``budget="auto"`` is chosen.
 _WARMUP = 50
 
-# Thresholds among which the best is looked for.
+# The number of thresholds that are tried.
 _THRESHOLDS = 200
 
 
 class DropCompute:
-    """Bounds how long a rank computes for an inner step of several micro-batches (arXiv
-    2306.10598).
+    """Limits how long a rank computes in an inner step of several micro-batches (arXiv 2306.10598).
 
     The ranks of a worker group wait for each other in every inner step. A rank that has computed
-    longer than the budget drops the remaining micro-batches, except the last, with which gradients
-    are synchronised. Losses are divided by the number of all micro-batches, as in the authors'
-    code: a dropped one counts as a gradient of zero. In the mean of the groups a group weighs by
-    what its ranks have trained.
+    longer than the budget drops the remaining micro-batches, except the last one, in which
+    gradients are synchronised. Losses are divided by the number of all micro-batches, as in the
+    authors' code, so a dropped micro-batch counts as a gradient of zero. The mean weights a group
+    by how much its ranks have trained.
 
-    Call it with a loader to get one that yields None for dropped micro-batches. A Trainer handles
-    these.
+    Call it with a loader to get one that yields None for dropped micro-batches, which a Trainer
+    handles.
 
     Args:
-        micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
-        budget: Seconds that a rank computes. ``"auto"``: nothing is dropped in 50 inner steps; then
-            the ranks of a group share how long each micro-batch took, and all choose the budget
-            that trains most per second.
-        most_dropped: Largest share of micro-batches that ``"auto"`` drops.
+        micro_batches: The number of micro-batches in an inner step: ``accumulate_grad_batches`` of
+            a Trainer.
+        budget: The seconds that a rank may compute. With ``"auto"``, nothing is dropped for 50
+            inner steps; then the ranks of a group share how long each micro-batch took, and all
+            choose the budget that maximises throughput.
+        most_dropped: The largest share of micro-batches that ``"auto"`` drops.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> drop = DropCompute(4, budget=0.0)
@@ -75,21 +75,20 @@ class DropCompute:
         self.most_dropped = most_dropped
 
     def __call__(self, loader: Any) -> "DroppingLoader":
-        """Wraps a loader in one that yields None for micro-batches that are left out."""
+        """Wraps a loader in one that yields None for dropped micro-batches."""
         return DroppingLoader(self, loader)
 
 
 class DroppingLoader:
-    """Yields the batches of a loader, and None for micro-batches that are left out; see
-    `DropCompute`.
+    """Yields the batches of a loader, and None for dropped micro-batches; see `DropCompute`.
 
     Attributes:
         drop: The settings.
         loader: The loader.
-        length: Micro-batches of an epoch.
-        budget: Seconds that a rank computes in an inner step.
-        trained: Micro-batches that this inner step has trained so far.
-        dropped: Micro-batches that were left out in all inner steps.
+        length: The number of micro-batches in an epoch.
+        budget: The seconds that a rank may compute in an inner step.
+        trained: The number of micro-batches trained so far in this inner step.
+        dropped: The number of micro-batches dropped in all inner steps.
     """
 
     def __init__(
@@ -107,17 +106,17 @@ class DroppingLoader:
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
         self.trained = self.dropped = 0
         self._measures = drop.budget == "auto"
-        # Gathers objects from the ranks of the group; one rank until `follow`.
+        # Gathers objects from the ranks of the group; from one rank until `follow` is called.
         self._all_gather: Callable[[Any], list[Any]] = lambda table: [table]
-        # For each measured step the seconds from its start to the end of each micro-batch.
+        # For each measured step, the seconds from its start to the end of each micro-batch.
         self._table: list[list[float]] = []
         self._position = 0
         self._resumed = False
-        # Events of the device behind the micro-batches that may not be computed yet.
+        # Events of the device after the micro-batches that may not be computed yet.
         self._events: list[Any] = []
 
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
-        """Takes the group of an engine, and returns itself. A Trainer calls it."""
+        """Uses the group of an engine, and returns this loader. A Trainer calls it."""
         if engine.topology.group_size > 1:
             _refuse_what_meets(engine.model)
         self._all_gather = engine.topology.in_group.all_gather_object
@@ -152,7 +151,7 @@ class DroppingLoader:
             if self._position % self.drop.micro_batches == 0 or not began:
                 if row:
                     self._note([*row, now - began])
-                # To choose a budget takes time, and so does waiting for other ranks.
+                # Choosing a budget takes time, and so does waiting for other ranks.
                 began = self._clock()
                 row = []
                 self.trained = 0
@@ -167,8 +166,8 @@ class DroppingLoader:
                 yield batch
 
     def _now(self) -> float:
-        """Returns the time. Where a device computes, it waits until the micro-batch before the
-        last one is computed.
+        """Returns the time. On a device, it waits until the micro-batch before the last one is
+        computed.
         """
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
@@ -179,7 +178,7 @@ class DroppingLoader:
         return self._clock()
 
     def _note(self, row: list[float]) -> None:
-        """Adds a step to the table, and chooses the budget once there are enough."""
+        """Adds a step to the table, and chooses the budget once there are enough steps."""
         if not self._measures:
             return
         if len(row) == self.drop.micro_batches and self.trained:
@@ -202,7 +201,9 @@ class DroppingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes where `state_dict` was called; the time of the inner step restarts."""
+        """Resumes from the point at which `state_dict` was called; the time of the inner step
+        restarts.
+        """
         self._position = state["position"]
         self.trained = state["trained"]
         self.dropped = state["dropped"]
@@ -216,11 +217,11 @@ class DroppingLoader:
 
 
 def _computed(tables: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank
+    """Returns the seconds of every micro-batch, by rank and step, and of a step in which no rank
     computes.
 
     Args:
-        tables: The seconds from the start of a step to the end of each micro-batch, by rank and
+        tables: The seconds from the start of each step to the end of each micro-batch, by rank and
             step.
     """
     times = []
@@ -228,7 +229,8 @@ def _computed(tables: list[list[list[float]]]) -> tuple[list[list[list[float]]],
         rank_times = []
         for row in table:
             seconds = [end - start for start, end in pairwise([0.0, *row[:-1]])]
-            # The last one also synchronises gradients: it is taken to compute as long as the mean.
+            # The last one also synchronises gradients, so the mean is used as its time of
+            # computation.
             rank_times.append([*seconds, sum(seconds) / len(seconds)])
         times.append(rank_times)
     overhead = 0.0
@@ -247,9 +249,9 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in"
-            " every micro-batch, and would wait for one that drops it. Use groups whose ranks hold"
-            " the whole model, or leave it out."
+            f"DropCompute does not work with {kinds[0]}: the ranks of a worker group would"
+            " communicate in every micro-batch, and wait for one that drops it. Use groups whose"
+            " ranks have the whole model, or leave DropCompute out."
         )
 
 
@@ -264,17 +266,18 @@ def best_drop(
 ) -> Drop:
     """Finds the budget that maximises throughput; see [Note: the rule of DropCompute].
 
-    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, after an overhead
-    that no rank can shorten. With a budget a rank that is late before a micro-batch drops this one
-    and those after it, but for the last, which synchronises; the first one is never late. If that
-    shortens the step by the share ``s``, and drops the share ``d`` of the micro-batches, then
-    ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum is flat and
-    noisy where few ranks vary much, and then drops most micro-batches: so ``d`` has a bound.
+    [Note: the rule of DropCompute] A step takes as long as its slowest rank computes, plus an
+    overhead that no rank can shorten. With a budget, a rank that is late before a micro-batch drops
+    this one and those after it, except for the last, which synchronises; the first one is never
+    late. If this shortens the step by the share ``s`` and drops the share ``d`` of the
+    micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598, and its code). If few
+    ranks vary much, the optimum is flat and noisy, and drops most micro-batches. For this reason,
+    ``d`` is limited.
 
     Args:
-        times: Seconds of every micro-batch: ``times[rank][step][micro-batch]``.
-        overhead: Seconds of a step in which no rank computes.
-        most_dropped: The bound of the share that is dropped.
+        times: The seconds of every micro-batch: ``times[rank][step][micro-batch]``.
+        overhead: The seconds of a step in which no rank computes.
+        most_dropped: The largest share that may be dropped.
 
     Examples:
         >>> steady, slow = [1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0]
@@ -292,7 +295,7 @@ def best_drop(
     )
     best = Drop(inf)
     for budget in budgets.tolist():
-        # Micro-batches that begin in time are computed, and the first and the last.
+        # The first and the last micro-batch are computed, and all that begin in time.
         is_computed = torch.ones_like(ends)
         is_computed[..., 1:-1] = (ends[..., :-2] <= budget).to(ends.dtype)
         dropped = 1 - float(is_computed.mean(dtype=torch.float64))

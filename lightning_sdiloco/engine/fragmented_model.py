@@ -1,5 +1,5 @@
-"""A model that is cut into fragments: their records, the parameters that belong to them, and the
-view of the outer model.
+"""A model that is divided into fragments: their records, the parameters that belong to them, and
+the view of the outer model.
 """
 
 from collections.abc import Sequence
@@ -37,19 +37,19 @@ _KEPT_BYTES = 12
 
 
 class FragmentedModel:
-    """Holds a model and the records of its fragments, and cuts it again after it has changed.
+    """Holds a model and the records of its fragments, and divides it again after it has changed.
 
     Attributes:
         model: The model, which the inner optimizers train.
-        storage: Where outer state rests.
+        storage: Where outer state is kept.
         inner: The inner optimizers.
-        partition: How the model is cut. `cut` sets it, as it does ``cut_model`` and ``view``.
+        partition: How the model is divided. `cut` sets it, along with ``cut_model`` and ``view``.
         fragments: The record of each fragment.
-        cut_model: The parameters and modules that the model had when it was cut.
+        cut_model: The parameters and modules that the model had when it was divided.
         view: Shows the outer model.
-        recut: The new cut on which the groups are about to agree.
-        spare: Keeps the memory of a flight that has landed for the next one. None once no flight
-            comes.
+        recut: The new division on which the groups are about to agree.
+        spare: Keeps the memory of a flight that has landed for the next one. None once there will
+            be no more flights.
     """
 
     partition: tuple[Fragment, ...]

@@ -1,4 +1,4 @@
-"""The history of a training: counts of steps, launches and landings, and the warnings that follow
+"""The history of training: counts of steps, launches and landings, and the warnings that result
 from landings.
 """
 
@@ -30,19 +30,20 @@ class Counts:
 
 
 class History:
-    """Counts what happens, and warns of groups that are left out.
+    """Counts events, and warns of groups that are left out.
 
     Args:
-        rounds: The rounds, for their present settings.
+        rounds: The rounds, from which the present settings are taken.
         topology: The worker groups.
-        is_site: Whether these ranks are a site of a federation, whose hub tells who is left out.
+        is_site: Whether these ranks are a site of a federation, whose hub reports which sites are
+            left out.
         maps_on_device: Whether an accelerator maps matrices in the outer step.
 
     Attributes:
         counts: The numbers that a checkpoint keeps.
-        absences: How often in a row each group was left out.
-        step_span: Beginning and end of the last inner step's launches and landings.
-        last_landing: The last landing of a round, or of the end.
+        absences: How many times in a row each group was left out.
+        step_span: The beginning and end of the last inner step's launches and landings.
+        last_landing: The last landing of a round, or of the final exchange.
         final_landings: The landings of the final exchange.
     """
 
@@ -62,7 +63,7 @@ class History:
         self._buffer_exclusions = Exclusions()
 
     def land(self, landings: Iterable[Landing]) -> list[Landing]:
-        """Notes what lands in rounds, and returns it."""
+        """Records the landings of rounds, and returns them."""
         landed = []
         for landing in landings:
             self.note(landing)
@@ -71,7 +72,7 @@ class History:
         return landed
 
     def note(self, landing: Landing) -> None:
-        """Adds up what a landing took, and warns of the groups that it leaves out."""
+        """Adds up the costs of a landing, and warns of the groups that it leaves out."""
         self.count_bytes(landing)
         self.counts.exposed_wait_s += landing.exposed_wait_s
         self.counts.in_flight_s += landing.in_flight_s
@@ -105,7 +106,7 @@ class History:
                     " after inner step %d, leaves that group out, and the group takes the outer"
                     " parameters. Look at its data, loss and learning rate. Until it has counted"
                     " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
-                    " sdiloco/groups_outlying tell of more.",
+                    " sdiloco/groups_outlying report further exclusions.",
                     group,
                     reason,
                     landing.fragment,
@@ -122,8 +123,8 @@ class History:
                     "The buffers of worker group %d are too large for outlier_guard: those of"
                     " fragment %d, launched after inner step %d, are left out of the mean, and the"
                     " group takes the outer ones. Look at its data. Until they have counted for %d"
-                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers tell of"
-                    " more.",
+                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers report further"
+                    " exclusions.",
                     group,
                     landing.fragment,
                     landing.launched_at,

@@ -1,4 +1,4 @@
-"""The inner optimizers, those of the training loop: their rate, and state that is not finite."""
+"""The inner optimizers of the training loop: their rate, and state that is not finite."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ class InnerOptimizers:
 
     Attributes:
         optimizers: The optimizers.
-        copies: The copies that they keep of the weights.
+        copies: The copies of the weights that they keep.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -36,7 +36,7 @@ class InnerOptimizers:
         return max(rates)
 
     def recover(self, parameters: Sequence[Tensor], in_group: Communicator) -> None:
-        """Forgets the state for parameters for which it is not finite. In-group collective."""
+        """Resets the state of parameters for which it is not finite. In-group collective."""
         is_finite = on_all_ranks([self._has_finite_state(p) for p in parameters], in_group)
         all_copies = self.copies.of(parameters)
         for optimizer in self.optimizers:
@@ -44,7 +44,7 @@ class InnerOptimizers:
                 if is_kept:
                     continue
                 if copies:
-                    # Copies that the optimizer made at the start would not be made again.
+                    # The optimizer would not recreate copies that it made at the start.
                     clear_not_finite(optimizer.state.get(parameter, {}))
                 else:
                     optimizer.state.pop(parameter, None)
@@ -60,15 +60,15 @@ class InnerOptimizers:
 def is_in_backward() -> bool:
     """Returns whether the caller runs in a backward pass.
 
-    Autograd has threads of its own for accelerators; an optimizer steps there that is part of the
-    backward pass.
+    Autograd uses separate threads for accelerators. An optimizer that is part of the backward pass
+    steps there.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
-    """Returns which facts hold on all ranks of the group: they all do the same, even if they hold
-    different parts. In-group collective.
+    """Returns which facts are true on all ranks of the group, so that all do the same even if they
+    have different parts. In-group collective.
     """
     of_ranks = in_group.all_gather_object(list(facts))
     return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]

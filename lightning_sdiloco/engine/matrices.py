@@ -1,10 +1,10 @@
-"""Whole matrices of a fragment, each on one rank of the group, for outer steps that see more than
-single values.
+"""Whole matrices of a fragment, each on one rank of the group, for outer steps that do not treat
+values separately.
 
-Every rank holds a shard of the mean outer gradient. The matrices of a fragment are dealt to the
-ranks, so that all have about as much to compute and none holds the whole fragment. Each rank sends
-the parts of its shard to the owners of their matrices, maps its own matrices, and sends the parts
-back. The bits do not depend on the ranks that map the matrices.
+Every rank has a shard of the mean outer gradient. The matrices of a fragment are distributed over
+the ranks, so that all compute about equally much and none needs the whole fragment. Each rank sends
+the parts of its shard to the owners of the matrices, maps the matrices that it owns, and sends the
+parts back. The results do not depend on which ranks map the matrices.
 """
 
 import logging
@@ -47,14 +47,14 @@ _CONVOLUTIONS = (
 )
 
 MOST_VALUES = 10_000_000
-"""The most trainable values of a model whose matrices are mapped by default where float64 is not
+"""The most trainable values of a model whose matrices are mapped by default if float64 is not
 fast."""
 
 FEWEST_ROUNDS = 5
 """The fewest rounds in which matrices are mapped by default: in shorter runs, the plain mean did
 better."""
 
-# The share of the time for which an accelerator may map matrices without a word.
+# The share of the time that an accelerator may spend mapping matrices without a warning.
 _LARGEST_SHARE = 0.1
 
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
@@ -63,11 +63,12 @@ _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
 def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]:
-    """Returns the trainable parameters that are matrices, by name, as `stack_of` says and patterns
-    override.
+    """Returns the matrices of trainable parameters, by name, as given by `stack_of` unless a
+    pattern overrides it.
 
     Raises:
-        ValueError: If a pattern names no trainable parameter, or one without so many parts.
+        ValueError: If a pattern matches no trainable parameter, or one that cannot be divided into
+            these parts.
     """
     stacks = dict[str, Stack]()
     unused = set(patterns)
@@ -84,8 +85,8 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
         except ValueError as error:
             raise ValueError(
                 f"matrices={{{matching[-1]!r}: {parts}}} does not suit the parameter {name!r}:"
-                f" {error}. Give another number, or 0 for a parameter of which every value is by"
-                " itself."
+                f" {error}. Give another number, or 0 to treat the values of the parameter"
+                " separately."
             ) from None
         if stack is not None:
             stacks[name] = stack
@@ -106,8 +107,8 @@ def with_direction(
     *,
     says: bool = True,
 ) -> Settings:
-    """Returns the settings with a direction that suits them, the model and so many rounds. All
-    ranks must call it.
+    """Returns the settings with a direction that suits them, the model and the number of rounds.
+    All ranks must call it.
     """
     facts = topology.world.all_gather_object((suits(model), takes_long(model)))
     suits_all = all(is_suited for is_suited, _ in facts)
@@ -125,8 +126,8 @@ def with_direction(
 
 
 def suits(model: nn.Module) -> bool:
-    """Returns whether mapping its matrices is known to help a model: a language model that trains
-    most of its parameters.
+    """Returns whether mapping matrices is known to help a model, as for a language model that
+    trains most of its parameters.
 
     Models that were fine-tuned with LoRA learned less with mapped matrices, and networks for
     regression far less.
@@ -137,7 +138,7 @@ def suits(model: nn.Module) -> bool:
 
 
 def predicts_tokens(model: nn.Module) -> bool:
-    """Returns whether a model embeds tokens, and another of its layers has an output for each.
+    """Returns whether a model embeds tokens and has another layer with one output for each token.
 
     Examples:
         >>> predicts_tokens(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50)))
@@ -157,7 +158,7 @@ def predicts_tokens(model: nn.Module) -> bool:
 
 
 def takes_long(model: nn.Module) -> bool:
-    """Returns whether a model has too many values to map its matrices beside its training."""
+    """Returns whether a model has too many values to map its matrices during training."""
     trained = [parameter for parameter in _sized(model) if parameter.requires_grad]
     if sum(parameter.numel() for parameter in trained) <= MOST_VALUES:
         return False
@@ -165,7 +166,7 @@ def takes_long(model: nn.Module) -> bool:
 
 
 def _sized(model: nn.Module) -> list[nn.Parameter]:
-    # A model with lazy parameters is refused where it is cut.
+    # A model with lazy parameters is refused when it is divided.
     return [parameter for parameter in model.parameters() if not is_lazy(parameter)]
 
 
@@ -185,7 +186,7 @@ def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
 
 
 def _module_of(name: str) -> str:
-    """Returns the name of the module that a parameter belongs to, parametrized or not."""
+    """Returns the name of the module to which a parameter belongs, parametrized or not."""
     module_name, _, parametrized_name = name.partition(".parametrizations.")
     return module_name if parametrized_name else name.rpartition(".")[0]
 
@@ -193,11 +194,11 @@ def _module_of(name: str) -> str:
 def proofs(
     fragments: Sequence[Fragment], direction: Direction | None, device: torch.device
 ) -> dict[str, str]:
-    """Returns digests of the matrices that a direction returns for known ones, one for each shape
-    in the fragments.
+    """Returns digests of what a direction returns for known matrices, one for each shape in the
+    fragments.
 
     Raises:
-        ValueError: If it returns anything but matrices of the shape and dtype that it was given.
+        ValueError: If it returns anything but matrices of the given shape and dtype.
     """
     shapes = set[tuple[int, int]]()
     for fragment in fragments:
@@ -208,7 +209,7 @@ def proofs(
     for rows, columns in sorted(shapes):
         assert direction is not None, "without a direction no parameter is a matrix"
         name = f"the direction of {rows} x {columns} matrices"
-        # Random numbers would not do, because torch's differ between processors.
+        # Not random numbers, because torch's differ between processors.
         numbers = torch.arange(rows * columns, dtype=torch.int32, device=device).remainder_(10007)
         numbers.mul_(7919).remainder_(10007).sub_(5003)
         matrix = numbers.to(torch.float32).view(1, rows, columns).div_(4096)
@@ -225,16 +226,16 @@ def proofs(
 
 
 class DirectionCost:
-    """Says once if an accelerator maps matrices for much of the time in which it should train."""
+    """Warns once if an accelerator spends much of its training time on mapping matrices."""
 
     def __init__(self) -> None:
         self._is_said = False
-        # When the first fragment landed last, and the seconds of outer steps since then.
+        # The time of the first fragment's last landing, and the seconds of outer steps since then.
         self._since = 0.0
         self._mapping_s = 0.0
 
     def note(self, fragment: int, landed: float, mapping_s: float) -> None:
-        """Notes a landing: its fragment, when it was, and the seconds of its outer step."""
+        """Records a landing: its fragment, its time, and the seconds of its outer step."""
         if self._is_said:
             return
         self._mapping_s += mapping_s
@@ -260,11 +261,11 @@ class DealtMatrix(NamedTuple):
     """A matrix parameter that one rank of the group maps.
 
     Attributes:
-        name: Its name.
+        name: The name of the parameter.
         stack: Its matrices.
         owner: The rank that maps them.
-        specs: The values of it that each rank of the group exchanges.
-        starts: The position of these values in the shard of each rank.
+        specs: The values of the parameter that each rank of the group exchanges.
+        starts: The positions of these values in the shard of each rank.
     """
 
     name: str
@@ -279,8 +280,8 @@ class DealtMatrix(NamedTuple):
 
 
 def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> list[DealtMatrix]:
-    """Deals the matrix parameters of a fragment to ranks: the costliest first, to the rank that has
-    least to compute by then.
+    """Distributes the matrix parameters of a fragment over ranks: the costliest first, each to the
+    rank with the least to compute so far.
     """
     costs = [0.0] * ranks
     owners = dict[str, int]()
@@ -298,8 +299,8 @@ def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> lis
 
 
 class MappedOnce:
-    """A mean outer gradient and its direction, which the first of the groups in this process maps
-    for the others.
+    """A mean outer gradient and its direction, which the first group in this process computes for
+    the others.
     """
 
     def __init__(self, groups: int) -> None:
@@ -314,8 +315,8 @@ class MappedOnce:
         self._waiting = self._later_groups
 
     def replace(self, gradient: Tensor) -> bool:
-        """Replaces a gradient by its direction if it is the one that is kept, and returns whether
-        it is.
+        """Replaces a gradient by its direction if it equals the one that is kept, and returns
+        whether it does.
         """
         if not self._waiting or not torch.equal(gradient, self._gradient):
             return False
@@ -328,11 +329,11 @@ class MappedOnce:
 
 
 class Matrices:
-    """Maps the matrices of a fragment, of which every rank of the group holds a shard.
+    """Maps the matrices of a fragment, of which every rank of the group has a shard.
 
     Attributes:
         stacks: The parameters that are matrices, by name.
-        once: What the groups in this process share, where there are several.
+        once: The result that groups in this process share, if there are several.
     """
 
     def __init__(
@@ -354,14 +355,14 @@ class Matrices:
         self._owned = [matrix for matrix in self._dealt if matrix.owner == self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain values by which another run maps saved flights."""
+        """Returns the plain values that another run needs to map saved flights."""
         if not self.stacks:
             return {}
         return {"stacks": {name: tuple(stack) for name, stack in self.stacks.items()}}
 
     def direct(self, gradient: Tensor, group: Communicator) -> None:
-        """Replaces the shard of a mean outer gradient by that of its direction, in place. In-group
-        collective.
+        """Replaces the shard of a mean outer gradient by the shard of its direction, in place.
+        In-group collective.
         """
         if self.once is None:
             self._map(gradient, group)
@@ -385,11 +386,11 @@ class Matrices:
             part.copy_(values)
 
     def _owned_lengths(self, rank: int) -> list[int]:
-        """Returns how many values the shard of a rank has of each matrix of this rank."""
+        """Returns how many values of each matrix of this rank are in the shard of a rank."""
         return [matrix.specs[rank].length for matrix in self._owned]
 
     def _owned_parts(self, directed: Mapping[str, Tensor], rank: int) -> list[Tensor]:
-        """Cuts the values that the shard of a rank has out of the matrices of this rank."""
+        """Extracts the values in the shard of a rank from the matrices of this rank."""
         parts = list[Tensor]()
         for matrix in self._owned:
             parts.append(matrix.specs[rank].extract(directed[matrix.name].reshape(-1)))
@@ -429,8 +430,8 @@ def _exchanged(
     like: Tensor,
     group: Communicator,
 ) -> list[list[Tensor]]:
-    """Sends every rank its vectors, which may be none; returns those that came from each rank, of
-    these lengths, with the dtype and device of another vector. In-group collective.
+    """Sends every rank its vectors, if any, and returns those received from each rank, of these
+    lengths, with the dtype and device of ``like``. In-group collective.
     """
     if group.size == 1:
         return list(map(list, sent))

@@ -14,7 +14,7 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.fragments import Diagnostics, Launch
 
-# The clock of steps remembers the last inner steps, the rate of the link the last flights.
+# The clock remembers this many inner steps, and the link rate this many flights.
 _REMEMBERED_STEPS = 16
 _REMEMBERED_FLIGHTS = 3
 
@@ -26,10 +26,10 @@ class StepClock:
     """Measures how long this rank trains per inner step.
 
     It measures from the end of one engine call to the start of the next, so it excludes the time
-    the engine itself spends waiting. The median excludes pauses, such as validations.
+    that the engine spends waiting. The median excludes pauses, such as validations.
 
     Args:
-        seconds: The time to report instead of the measured one.
+        seconds: The time to report instead of the measured time.
 
     Examples:
         >>> clock = StepClock()
@@ -44,11 +44,11 @@ class StepClock:
         self._last_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
 
     def note(self, ended: float, began: float) -> None:
-        """Notes an inner step.
+        """Records an inner step.
 
         Args:
-            ended: When the last call of the engine ended; 0 if there was none.
-            began: When this call of the engine began.
+            ended: The time at which the last call of the engine ended; 0 if there was none.
+            began: The time at which this call of the engine began.
         """
         if ended:
             self._last_seconds.append(began - ended)
@@ -61,7 +61,8 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers the rate of this rank's link: the highest of the last flights, as one may stall.
+    """Remembers the rate of this rank's link: the highest of the last flights, because a flight may
+    stall.
 
     Attributes:
         last: The rates of the last flights, in bytes per second.
@@ -80,7 +81,7 @@ class LinkRate:
         self.fixed = 0.0
 
     def note(self, bytes_per_s: float) -> None:
-        """Notes the rate to each receiver in a flight; 0 if it is unknown."""
+        """Records the rate to each receiver in a flight; 0 if unknown."""
         if bytes_per_s > 0:
             self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
 
@@ -97,19 +98,19 @@ class LinkRate:
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns for how many seconds the messages of the other groups were on the link.
+    """Returns the seconds for which the messages of the other groups were on the link.
 
-    The time counts from the moment at which all messages could travel: a message travels once its
-    receiver has posted its own. A receiver that waits for a message learns when it arrived. It does
-    not learn that if the message was there before the wait began, or arrived with the word that its
-    group has launched, which an encoding precedes. The result is then NaN.
+    The time starts when all messages could be sent: a message is sent once its receiver has posted
+    its own messages. A receiver that waits for a message measures when it arrives. It cannot
+    measure this if the message arrived before the wait began, or together with the notice that its
+    group has launched, which precedes the encoding. The result is then NaN.
 
     Args:
-        posted: When this rank posted its own messages.
-        began: When it began to wait for the others' messages.
-        launched: When it learned that all groups have launched.
-        ended: When their messages were there.
-        encoding: How long this rank encoded its own.
+        posted: The time at which this rank posted its messages.
+        began: The time at which it began to wait for the others' messages.
+        launched: The time at which it learned that all groups have launched.
+        ended: The time at which their messages had arrived.
+        encoding: The seconds in which this rank encoded its own messages.
 
     Examples:
         >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
@@ -126,20 +127,20 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
 
 class Diagnosis:
-    """Measures during a flight how far the groups agree on its fragment."""
+    """Measures during a flight how closely the groups agree on its fragment."""
 
     def __init__(self) -> None:
         self._encoding_squares = torch.empty(0)
         self._mean_sums = torch.empty(0)
 
     def measure_encoding(self, decoded: Tensor, values: Tensor) -> None:
-        """Measures how far the values that this group sends are from the values it encoded."""
+        """Measures how much the values that this group sends differ from the values it encoded."""
         self._encoding_squares = _squares([decoded - values, values])
 
     def measure_mean(
         self, payloads: Sequence[Tensor], compression: Compression, mean: Tensor
     ) -> None:
-        """Measures how far the payload of each group points in the direction of the mean."""
+        """Measures how closely the payload of each group points in the direction of the mean."""
         sums = [_squares([mean])]
         decoded = torch.empty_like(mean)
         for payload in payloads:
@@ -155,7 +156,7 @@ class Diagnosis:
     def result(
         self, launch: Launch, outer_state: Mapping[str, Any], in_group: Communicator
     ) -> Diagnostics:
-        """Returns how far the groups agree, after the outer step. In-group collective."""
+        """Returns how closely the groups agree, after the outer step. In-group collective."""
         outer_squares = torch.full((3,), math.nan, dtype=torch.float64, device=launch.outer.device)
         outer_squares[:2] = _squares([launch.gradient, launch.outer])
         momentum = _momentum_of(outer_state)

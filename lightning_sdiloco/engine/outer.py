@@ -1,5 +1,5 @@
-"""The outer optimizer over flat float32 shards, one per fragment, and the storage of its state, on
-the device or on the host.
+"""The outer optimizer, which works on flat float32 shards, one per fragment, and the storage of its
+state on the device or the host.
 """
 
 import copy
@@ -30,19 +30,19 @@ Hyperparameters = dict[str, Any]
 """A parameter group of a torch optimizer, without its parameters."""
 
 OptimizerState = dict[str, Any]
-"""The state that a torch optimizer keeps of one parameter."""
+"""The state that a torch optimizer keeps for one parameter."""
 
-# Values that are stepped at once: few, so that they stay in the cache and the allocator holds
-# little of the temporary memory of an optimizer; enough that the calls cost nothing. Stretches
-# begin where a vector unit would also begin.
+# The number of values stepped at once: few enough that they fit into the cache and that the
+# optimizer needs little temporary memory, but enough that the calls cost almost nothing. Stretches
+# are aligned for vector units.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
 
 MOMENTUM = "momentum_buffer"
-"""The key under which torch's SGD keeps the momentum."""
+"""The key under which torch's SGD stores the momentum."""
 
-# The hyperparameters for which `nesterov_step` is the step; a schedule may change any.
+# The hyperparameters with which `nesterov_step` is used; a schedule may change any of them.
 _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
 
 
@@ -50,10 +50,10 @@ _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": Fa
 
 
 class OuterStorage:
-    """Stores tensors on their device. A stored tensor is never written to.
+    """Stores tensors on their device. Stored tensors are never modified.
 
     Attributes:
-        prefetches: Whether loading takes so long that it begins before the launch.
+        prefetches: Whether loading takes so long that it has to begin before the launch.
     """
 
     prefetches = False
@@ -62,7 +62,7 @@ class OuterStorage:
         self.device = device
 
     def store(self, values: Tensor) -> Tensor:
-        """Stores a tensor that is not written to from here on. May wait for the device."""
+        """Stores a tensor that will not be modified again. May wait for the device."""
         return values
 
     def store_copy(self, values: Tensor) -> Tensor:
@@ -70,21 +70,21 @@ class OuterStorage:
         return values.detach().to(self.device, copy=True)
 
     def load(self, stored: Tensor) -> Tensor:
-        """Returns a stored tensor on the device, perhaps the same tensor. It must not be written
-        to.
+        """Returns a stored tensor on the device, possibly the same tensor. It must not be
+        modified.
         """
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts to load a tensor while the device works on; returns a function that waits for the
-        tensor and returns it.
+        """Starts loading a tensor while the device continues to work. Returns a function that waits
+        for the tensor and returns it.
         """
         return lambda: stored
 
 
 class OnHost(OuterStorage):
-    """Stores in page-locked memory of the host: the device holds only fragments in flight or about
-    to be launched.
+    """Stores in page-locked host memory: the device has only fragments that are in flight or about
+    to launch.
     """
 
     prefetches = True
@@ -110,17 +110,17 @@ class OnHost(OuterStorage):
 
     @override
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Copies on its own stream, into memory of the stream that asked for it."""
+        """Copies on a separate stream, into memory of the caller's stream."""
         module = torch.get_device_module(self.device)
         copies = self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
-        # The stream that asks may still work on the tensor that had this memory before.
+        # The caller's stream may still work on the tensor that had this memory before.
         copies.wait_stream(module.current_stream(self.device))
         with module.stream(copies):
             values.copy_(stored, non_blocking=True)
             done = module.Event()
             done.record(copies)
-        # If nobody takes the copy, its memory must not go to another tensor before it is done.
+        # If the copy is never taken, its memory must not be reused before it is done.
         values.record_stream(copies)
 
         def take() -> Tensor:
@@ -144,7 +144,7 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 class OuterState(NamedTuple):
     """The outer parameters of a shard, the state of their optimizer, and the next round of its
-    schedule, from 0.
+    schedule, counted from 0.
     """
 
     values: Tensor
@@ -154,7 +154,7 @@ class OuterState(NamedTuple):
     direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state with its values, and the elementwise entries of the optimizer's state,
+        """Returns the state with its values and the elementwise entries of the optimizer's state
         moved.
         """
         state = dict(self.state)
@@ -164,7 +164,7 @@ class OuterState(NamedTuple):
         return self._replace(values=move(self.values), state=state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state on the host. On a CPU the tensors are not copied: do not write to
+        """Returns the state on the host. On a CPU, the tensors are not copied, so do not modify
         them.
         """
         state = dict(self.state)
@@ -180,14 +180,16 @@ class OuterState(NamedTuple):
 
 
 class ShardOptimizer:
-    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes.
+    """Steps the shards of all fragments with the single torch optimizer that the user's factory
+    makes.
 
     Attributes:
-        described: Optimizer and schedule, each as text that is the same on all ranks if and only if
-            its choices are.
-        summary: The optimizer for people, with rate and momentum before a schedule changes them.
-        highest_rate: The highest rate of all parameter groups and rounds; infinite if there is
-            none.
+        described: The optimizer and the schedule, each as text that is the same on all ranks if and
+            only if its settings are.
+        summary: The optimizer as text for users, with rate and momentum before a schedule changes
+            them.
+        highest_rate: The highest rate of all parameter groups and rounds; infinite if there are no
+            rates.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class ShardOptimizer:
         _check_elementwise(make, len(shards))
         self._storage = storage or OuterStorage(shards[0].device)
         self._is_nesterov = is_nesterov
-        # The upper limit of momentum in rounds of the dense beginning; None: no limit.
+        # The upper limit of the momentum in rounds of the dense beginning; None for no limit.
         self._dense_momentum = dense_momentum
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
@@ -212,12 +214,12 @@ class ShardOptimizer:
             self._initial.append(
                 OuterState(shard, dict(self._optimizer.state.get(parameter, {})), 0)
             )
-        # The optimizer holds its parameters and their state for one step at a time only.
+        # The optimizer has its parameters and their state for only one step at a time.
         self._optimizer.state.clear()
         for group in self._optimizer.param_groups:
             group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
-        # Described once: from then on only the thread that steps may look at the optimizer.
+        # Described once, because afterwards only the thread that steps may read the optimizer.
         groups = _copied(self._optimizer)
         name = type(self._optimizer).__name__
         self.summary = _summary(name, groups)
@@ -247,8 +249,8 @@ class ShardOptimizer:
         *,
         is_dense: bool = False,
     ) -> OuterState:
-        """Returns the outer state of a fragment after an outer step, on the device. It overwrites the
-        gradient, and nothing else.
+        """Returns the outer state of a fragment after an outer step, on the device. Overwrites only
+        the gradient.
 
         All rounds of the dense beginning together are the first round of the schedule.
         """
@@ -269,34 +271,32 @@ class ShardOptimizer:
     def _step_in_stretches(
         self, group: Hyperparameters, values: Tensor, gradient: Tensor, before: OptimizerState
     ) -> OptimizerState:
-        """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
+        """Steps one stretch at a time, overwrites the gradient, and returns the new state."""
         state = _StateInStretches(before, values, self._storage)
         pieces = stretches(values.numel(), values.device)
         # One copy serves all stretches, of which the first is the longest: the host's allocator
-        # would hold many short-lived ones.
+        # would keep many short-lived copies.
         scratch = new_vector(pieces[0].stop if pieces else 0, values.device)
         for piece in pieces:
             copied = scratch[: piece.stop - piece.start].copy_(values[piece])
             loaded = state.load(piece)
             parameter, stepped = self._stepped(group, copied, gradient[piece], dict(loaded))
             state.store(piece, loaded, stepped)
-            # Last, because the state may be the gradient itself.
+            # This comes last, because the state may be the gradient itself.
             gradient[piece] = parameter
         return state.full
 
     def _stepped(
         self, group: Hyperparameters, values: Tensor, gradient: Tensor, state: OptimizerState
     ) -> tuple[Tensor, OptimizerState]:
-        """Steps some values and their state, to which it writes, with the hyperparameters of a
-        group.
-        """
+        """Steps some values and their state in place, with the hyperparameters of a group."""
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The user's optimizer itself steps and no copy, because torch copies neither its hooks nor
-        # the attributes of a subclass. During a step it holds one parameter. Afterwards its former
-        # attributes come back as a whole. That also undoes changes to attributes of a subclass:
+        # The user's optimizer itself steps, not a copy, because torch copies neither its hooks nor
+        # the attributes of a subclass. During a step, it has one parameter. Afterwards, all its
+        # former attributes are restored. That also undoes changes to attributes of a subclass:
         # these belong to no fragment, so one fragment would see the steps of another, and no
-        # checkpoint would hold them. The test of hooks and attributes in
+        # checkpoint would contain them. The test of hooks and attributes in
         # tests/engine/test_reference.py fails without either.
         optimizer = self._optimizer
         attributes = dict(vars(optimizer))
@@ -310,7 +310,7 @@ class ShardOptimizer:
             optimizer.__dict__ = attributes
 
     def load(self, fragment: int, state: OuterState) -> OuterState:
-        # As in torch, counts of steps are on the host unless the optimizer counts on the device.
+        # As in torch, step counts are on the host unless the optimizer counts on the device.
         on_device = self._counts_on_device[self._group_of[fragment]]
         count_device = self._storage.device if on_device else torch.device("cpu")
         moved = state.moved(self._storage.store_copy)
@@ -321,7 +321,7 @@ class ShardOptimizer:
 
 
 class _StateInStretches:
-    """The optimizer's state of a shard, of which it steps one stretch after the other.
+    """The optimizer's state of a shard, which is stepped one stretch at a time.
 
     Attributes:
         full: The new state, once all stretches are stored.
@@ -335,7 +335,7 @@ class _StateInStretches:
         self.full: OptimizerState = {}
 
     def load(self, piece: slice) -> OptimizerState:
-        """Copies the state of a stretch; elementwise entries to where they stay after the step."""
+        """Copies the state of a stretch; elementwise entries go to their final place."""
         state: OptimizerState = {}
         for key, entry in self._before.items():
             if is_elementwise(entry, self._values):
@@ -346,13 +346,13 @@ class _StateInStretches:
         return state
 
     def store(self, piece: slice, loaded: OptimizerState, stepped: OptimizerState) -> None:
-        """Takes the state of a stretch after its step. The last stretch decides entries that are
-        not elementwise.
+        """Stores the state of a stretch after its step. The last stretch determines entries that
+        are not elementwise.
         """
         self.full = dict(stepped)
         for key, entry in stepped.items():
             if is_elementwise(entry, self._values[piece]):
-                # Most optimizers write to the loaded tensors, which are in place.
+                # Most optimizers write to the loaded tensors, which are already in place.
                 if entry is not loaded.get(key):
                     self._place(key, entry.dtype, piece).copy_(entry)
                 self.full[key] = self._vectors[key]
@@ -366,7 +366,7 @@ class _StateInStretches:
 def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
-    """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and
+    """Makes the outer optimizer that the settings specify; see `ShardOptimizer` for arguments and
     errors.
     """
     outer = settings.outer
@@ -390,8 +390,8 @@ def outer_optimizer_for(
 def nesterov_step(
     values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float
 ) -> Tensor:
-    """Makes a step that is bit-identical to that of torch's SGD, but copies nothing; overwrites the
-    gradient, and returns the momentum.
+    """Takes a step that is bit-identical to that of torch's SGD, but copies nothing. Overwrites the
+    gradient and returns the momentum.
     """
     new_momentum = new_vector(values.numel(), values.device)
     for piece in stretches(values.numel(), values.device):
@@ -419,13 +419,13 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
 
 
 def _check_elementwise(make: Make, count: int) -> None:
-    """Steps small vectors whole and in two halves: an optimizer that works elementwise returns the
+    """Steps small vectors whole and in two halves, for which an elementwise optimizer returns the
     same values.
     """
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
     gradients = list[list[Tensor]]()
-    # At several scales, because an optimizer that clips does so for large gradients only.
+    # At several scales, because an optimizer that clips does so only for large gradients.
     for scale in (1.0, 1e3, 1e-3):
         gradients.append([scale * torch.randn(64, generator=generator) for _ in range(count)])
     try:
@@ -472,10 +472,12 @@ def is_elementwise(entry: object, values: Tensor) -> bool:
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
-    """Cuts a shard into stretches that are stepped one after the other: one, unless it is long."""
-    # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels.
-    # They are of about the same length, so that none is so short that its state could be mistaken
-    # for the state of the whole.
+    """Divides a shard into stretches that are stepped one after the other. A short shard is one
+    stretch.
+    """
+    # On a CPU, they fit into the cache; elsewhere, they are long enough to hide kernel launches.
+    # All have about the same length, so that none is so short that its state could be mistaken for
+    # the state of the whole.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
     count = -(-numel // longest)
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
@@ -486,7 +488,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 Groups = list[Hyperparameters]
 
-# Schedules are compared over this many rounds.
+# The number of rounds over which schedules are compared.
 _COMPARED = 1000
 _SHOWN = 4
 
@@ -514,13 +516,13 @@ def _summary(name: str, groups: Groups) -> str:
 class Rates:
     """Looks up the hyperparameters of the outer optimizer, round by round.
 
-    They are looked up rather than stepped through, because the fragments of a round step one after
-    the other.
+    They are looked up rather than stepped through, because the fragments of a round take their
+    steps one after the other.
 
     Attributes:
         described: A text that is the same on all ranks if and only if the first rounds of the
             schedule are.
-        highest: The highest rate of these rounds; infinite if there is none.
+        highest: The highest rate of these rounds; infinite if there are no rates.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -542,8 +544,8 @@ class Rates:
                 reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
-            # Some schedules end earlier, such as OneCycleLR: then the rounds that they have are
-            # compared. This happens once, at the start: later only the background looks up rounds.
+            # Some schedules end earlier, such as OneCycleLR; then only their rounds are compared.
+            # This happens once, at the start, because later only the background looks up rounds.
             with suppress(ValueError):
                 self.of(_COMPARED - 1)
             self.described = _described(self._scheduler, self._rounds[:_COMPARED])
@@ -616,7 +618,7 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     except Exception as error:
         raise ValueError(
             "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
-            f" {error}. It is called with the optimizer alone and must return a torch scheduler;"
+            f" {error}. It is called with only the optimizer and must return a torch scheduler;"
             " bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):

@@ -1,17 +1,18 @@
 """The outer view: the outer model, or a mean of the groups, instead of the local one.
 
-[Note: a copy is put aside] While the outer model is shown, a separate copy holds the local values,
-on the host if outer state is there. Two ways would need no copy, and neither is possible:
+[Note: a copy is put aside] While the outer model is shown, a separate copy contains the local
+values, on the host if outer state is there. Two approaches would need no copy, but neither is
+possible:
 
-- Exchange the contents: the local values take the memory of the outer ones meanwhile. But a tensor
-  of the outer state is never written to. The background reads it for a flight that launched before
-  the validation, a checkpoint that another thread still writes has it, and so has a checkpoint that
-  is saved while the outer model is shown.
-- Let the parameters refer to the outer values. But code that holds the memory of a parameter would
-  continue with the local one: flattened and tied weights, a compiled or captured graph, an optimizer
-  that keeps views. And code that swaps weights during a validation, such as an average, writes into
-  the model, and so into the outer state. With sharded or bfloat16 parameters, or with outer state on
-  the host, there is no tensor to refer to.
+- Exchange the contents, so that the local values take the memory of the outer ones. But a tensor of
+  the outer state is never modified. The background reads it for a flight that launched before the
+  validation. A checkpoint that another thread is still writing contains it, and so does a
+  checkpoint that is saved while the outer model is shown.
+- Let the parameters refer to the outer values. But code that refers to the memory of a parameter
+  would continue with the local one: flattened and tied weights, a compiled or captured graph, an
+  optimizer that keeps views. Code that swaps weights during a validation, such as an average, would
+  write into the model and thus into the outer state. With sharded or bfloat16 parameters, or with
+  outer state on the host, there is no tensor to refer to.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,17 +31,17 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class GroupMean(NamedTuple):
-    """Holds the plain mean of the local values of all groups; see `StreamingDiLoCo.group_mean`."""
+    """The plain mean of the local values of all groups; see `StreamingDiLoCo.group_mean`."""
 
     gathered: list[Tensor]
     untrained: Sequence[Mapping[int, Tensor]]
     own: Mapping[str, Tensor]
-    """The untrained state that the first group keeps, where this rank holds other values."""
+    """The untrained state that the first group keeps, where this rank has other values."""
 
 
 class LocalValues(NamedTuple):
-    """Holds the values of the model that differ between groups: parameters in their order, and
-    untrained state by name.
+    """The values of the model that differ between groups: parameters in order, and untrained state
+    by name.
     """
 
     parameters: list[Tensor]
@@ -48,7 +49,7 @@ class LocalValues(NamedTuple):
 
 
 class OuterView:
-    """Shows outer parameters and untrained state in the model, and puts the local ones back."""
+    """Shows outer parameters and untrained state in the model, and restores the local values."""
 
     def __init__(
         self,
@@ -64,13 +65,13 @@ class OuterView:
         self._in_group = topology.in_group
         self._storage = storage
         self._copies = copies
-        # The local values, while the model shows other ones.
+        # The local values, while the model shows others.
         self._stash: LocalValues | None = None
-        # Digests of the values that were put into the model, by name.
+        # Digests of the values that were written into the model, by name.
         self._shown: dict[str, int] = {}
-        # Parameters that keep their values when the local ones come back.
+        # Parameters that keep their values when the local values are restored.
         self._kept = set[str]()
-        # Untrained state from before the end of training, once it has begun.
+        # Untrained state from before the end of training, once that has begun.
         self._kept_untrained: dict[str, Tensor] | None = None
         self.has_ended = False
 
@@ -81,7 +82,7 @@ class OuterView:
 
     @property
     def own_moved(self) -> bool:
-        """True once code has moved state that groups keep, such as a frozen teacher: known alike in
+        """True once code has changed state that groups keep, such as a frozen teacher; the same in
         all groups.
         """
         return any(fragment.untrained.own_moved for fragment in self._fragments)
@@ -113,12 +114,12 @@ class OuterView:
         *,
         watches: bool = False,
     ) -> None:
-        """Puts the local values aside, and a mean into the model or, in-group collective, the outer
-        values.
+        """Sets the local values aside, and writes a mean or the outer values into the model.
+        Writing the outer values is an in-group collective.
 
         Args:
-            mean: The mean to show; None: the outer values.
-            own: The values to show of the state that groups keep; by default those of the mean.
+            mean: The mean to show; None for the outer values.
+            own: The values to show for the state that groups keep; by default, those of the mean.
             watches: Whether `rewritten` will be called: all parameters are read twice.
         """
         if self._stash is not None or self.has_ended:
@@ -138,8 +139,8 @@ class OuterView:
             self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the parameters that code has overwritten since they were shown, by name, each
-        with its digest.
+        """Returns the digests of the parameters that code has overwritten since they were shown, by
+        name.
         """
         if self._stash is None:
             return {}
@@ -148,7 +149,7 @@ class OuterView:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Puts the local values back. Untrained state that code has overwritten since keeps its
+        """Restores the local values. Untrained state that code has overwritten since then keeps its
         values.
         """
         if self._stash is None:
@@ -168,8 +169,8 @@ class OuterView:
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Makes the present values of some parameters the local ones for good, also if the outer
-        model is shown.
+        """Makes the present values of some parameters the local ones permanently, even while the
+        outer model is shown.
         """
         if self._stash is None:
             self._renew_copies(names)
@@ -181,7 +182,7 @@ class OuterView:
         self._kept |= set(names)
 
     def keep_untrained(self) -> None:
-        """Makes the present untrained state that travels the local one for good."""
+        """Makes the present untrained state that is exchanged the local one permanently."""
         if self._stash is not None:
             for fragment in self._fragments:
                 for name in fragment.untrained.names:
@@ -200,13 +201,13 @@ class OuterView:
         return digests
 
     def _digests_of_untrained(self) -> dict[str, int]:
-        """Returns digests of the present values of the untrained state that has been put aside."""
+        """Returns digests of the present values of the untrained state that has been set aside."""
         assert self._stash is not None, "another model is shown"
         return {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Puts the local values back inside a ``with`` block, if the model shows others, and then
+        """Restores the local values inside a ``with`` block if the model shows others, and then
         shows those again.
         """
         if self._stash is None:
@@ -224,16 +225,16 @@ class OuterView:
 
     @torch.no_grad()
     def write_outer(self, *, stays: bool = False) -> None:
-        """Overwrites the local values with the outer ones, for good if that ``stays``. In-group
-        collective.
+        """Overwrites the local values with the outer ones, permanently if ``stays`` is true.
+        In-group collective.
         """
         reshard(self._model)
         for fragment in self._fragments:
             fragment.write_outer(self._in_group, stays=stays)
 
     def begin_end(self, *, keeps_parameters: bool) -> None:
-        """Keeps untrained state for a longer run, and parameters, unless fragments do before they
-        are overwritten.
+        """Keeps untrained state for a longer run, and parameters, unless fragments keep them before
+        they are overwritten.
         """
         self._kept_untrained = self._local_untrained()
         if keeps_parameters:
@@ -242,8 +243,8 @@ class OuterView:
 
     @torch.no_grad()
     def end(self, *, is_written: bool) -> None:
-        """Leaves the outer model in the model: flights have written it, or this does. In-group
-        collective.
+        """Leaves the outer values in the model, and writes them unless flights have written them.
+        In-group collective.
         """
         reshard(self._model)
         if not is_written:
@@ -254,10 +255,10 @@ class OuterView:
 
     @torch.no_grad()
     def keep_outer(self) -> None:
-        """Copies the outer parameters for `named`, since the model may change after the end of
+        """Copies the outer parameters for `named`, because the model may change after the end of
         training.
 
-        It takes 4 bytes for each parameter that this rank holds in float32 or finer.
+        This takes 4 bytes for each parameter that this rank has in at least float32.
         """
         for fragment in self._fragments:
             if fragment.final is None:
@@ -279,14 +280,14 @@ class OuterView:
         return named
 
     def local_values(self) -> dict[str, Any]:
-        """Returns `LocalValues` on the host, as a plain dictionary. Write to none of it."""
+        """Returns `LocalValues` on the host, as a plain dictionary. Do not modify it."""
         parameters = list[Tensor]()
         if self._stash is None:
             reshard(self._model)
             for fragment in self._fragments:
                 parameters += fragment.local_values()
             return {"parameters": parameters, "untrained": self._local_untrained()}
-        # Nobody writes to the values that have been put aside.
+        # Values that have been set aside are never modified.
         parameters += [tensor.to("cpu") for tensor in self._stash.parameters]
         untrained = {place.name: place.values.to("cpu", copy=True) for place in self._changed_own()}
         untrained |= {name: tensor.to("cpu") for name, tensor in self._stash.untrained.items()}
@@ -302,7 +303,7 @@ class OuterView:
         return {place.name: place.values.to("cpu", copy=True) for place in places}
 
     def _changed_own(self) -> list[Place]:
-        """Returns the places of the frozen parameters that code has moved."""
+        """Returns the places of the frozen parameters that code has changed."""
         changed = list[Place]()
         for fragment in self._fragments:
             changed += fragment.untrained.own.changed()
@@ -320,8 +321,8 @@ class OuterView:
         return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
 
     def _overwritten_places(self) -> list[Place]:
-        """Returns the places of all buffers, and of the frozen parameters that travel: outer values
-        overwrite both.
+        """Returns the places of all buffers and of the frozen parameters that are exchanged, which
+        outer values overwrite.
         """
         places = buffer_places(self._model)
         for fragment in self._fragments:
@@ -349,10 +350,10 @@ class OuterView:
         return LocalValues(parameters, untrained)
 
     def first_own(self) -> dict[str, Tensor]:
-        """Returns what the first group keeps of untrained state, by name, where this rank holds
-        something else.
+        """Returns the untrained state that the first group keeps, by name, where this rank has
+        other values.
 
-        All ranks must call it. Given to `show`, it lets all groups show one consistent state.
+        All ranks must call it. Passed to `show`, it lets all groups show one consistent state.
         """
         states = [fragment.untrained for fragment in self._fragments]
         values = first_own(states, self._topology)

@@ -1,14 +1,14 @@
-"""The state of a rank beside the state that the engine trains: entries that differ from rank 0's, and
-extra state of modules.
+"""The state of a rank that the engine does not train: entries that differ from rank 0's, and extra
+state of modules.
 
-[Note: entries of a rank] The checkpoint file holds the state of rank 0: schedulers, callbacks,
-loops, and whatever else a user saves. The file of another rank holds the entries in which that rank
-differs, so that nothing is stored twice. Rank 0 sends the digests of its entries, and every other
-rank compares them with its own. An entry is a leaf of nested dictionaries.
+[Note: entries of a rank] The checkpoint file contains the state of rank 0: schedulers, callbacks,
+loops, and anything else that a user saves. The file of another rank contains the entries in which
+that rank differs, so nothing is stored twice. Rank 0 sends the digests of its entries, and every
+other rank compares them with its own digests. An entry is a leaf of nested dictionaries.
 
-Tensors, numbers, texts, and lists, tuples and dictionaries of them are stored as they are. They can
-always be read with ``weights_only=True``. Any other object is packed: it becomes bytes that only a
-reader which the caller chooses turns into an object again.
+Tensors, numbers, strings, and lists, tuples and dictionaries of them are stored unchanged. They can
+always be read with ``weights_only=True``. Any other object is packed: it becomes bytes, which only
+a reader chosen by the caller turns back into an object.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.engine.shards import clean_name
 
 Place = tuple[str | int, ...]
-"""The keys that lead to an entry, from the outermost dictionary inwards."""
+"""The keys that lead to an entry, starting at the outermost dictionary."""
 
 Leaf = Any
-"""An object of a user or of torch, of any type."""
+"""An object of any type, from a user or from torch."""
 
 Tree = dict[Any, Leaf]
 """Nested dictionaries whose leaves are entries."""
@@ -39,7 +39,7 @@ Read = Callable[[io.BytesIO], object]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 _DEEPEST = 8
-"""How many dictionaries deep entries lie at most. A dictionary that lies there is an entry."""
+"""The largest depth of an entry in nested dictionaries. A dictionary at this depth is an entry."""
 
 
 class Entries(NamedTuple):
@@ -110,8 +110,8 @@ def read_safely(packed: io.BytesIO) -> object:
 
 
 def extra_state(model: nn.Module) -> Tree:
-    """Returns the entries of a model's ``state_dict`` that are no parameters or buffers, such as
-    extra state.
+    """Returns the entries of a model's ``state_dict`` that are neither parameters nor buffers, such
+    as extra state.
     """
     state: Tree = nn.Module.state_dict(model, keep_vars=True)
     names = set[str]()
@@ -155,7 +155,7 @@ def _copied(value: object) -> object:
     try:
         return deepcopy(value)
     except Exception:
-        # Some objects can only be referred to. The save shows if they can be saved.
+        # Some objects cannot be copied. The save shows whether they can be saved.
         return value
 
 
@@ -180,7 +180,7 @@ def _collect(
     root: Place,
     entries: Entries,
 ) -> None:
-    """Collects the entries of a tree whose digests differ from those of rank 0.
+    """Collects the entries of a tree whose digests differ from rank 0's.
 
     Args:
         tree: The tree, which may be inside a larger one.
@@ -231,8 +231,8 @@ def _is_ordinary(value: Leaf) -> bool:
 
 
 def _digest(value: object) -> bytes | None:
-    """Returns a digest of an object, the same for equal objects of the usual kinds; None if it
-    cannot be pickled.
+    """Returns a digest of an object, which is the same for equal objects of the usual kinds; None
+    if the object cannot be pickled.
     """
     seal = hashlib.sha256()
     try:
@@ -271,7 +271,7 @@ def _packed(value: object) -> Tensor:
 
 
 def _dictionary_of(place: Place, tree: Tree) -> Tree:
-    """Returns the dictionary that holds an entry, inside a tree."""
+    """Returns the dictionary in a tree that contains an entry."""
     for key in place[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}

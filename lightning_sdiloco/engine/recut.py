@@ -1,7 +1,7 @@
-"""A recut: the model is cut again after parameters were frozen, became trainable or were replaced.
+"""A recut divides the model again after parameters were frozen, became trainable or were replaced.
 
-Outer state outlives the former fragments by the names of tensors. All groups do the same: a
-parameter that one rank has replaced is new on all of them.
+Outer state is carried over from the former fragments by the names of tensors. All groups do the
+same: a parameter that one rank has replaced is new on all ranks.
 """
 
 import logging
@@ -22,14 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class Recut(NamedTuple):
-    """Divides a model that is about to be cut again; nothing of it is in flight.
+    """The tensors of a model that is about to be divided again, while nothing is in flight.
 
     Attributes:
-        fragments: The new cut.
+        fragments: The new fragments.
         outer: The outer state of tensors that remain, by the new names.
         frozen: The outer parameters that are no longer trainable, by the former names.
         known: The parameters and the untrained state that remain.
-        new: Tensors that did not exist, or had another shape: all groups take those of the first.
+        new: Tensors that did not exist or had another shape; all groups take those of the first
+            group.
     """
 
     fragments: tuple[Fragment, ...]
@@ -40,14 +41,14 @@ class Recut(NamedTuple):
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of the groups is needed: some frozen parameters never landed, and now
+        """Whether the mean of the groups is needed, because some frozen parameters never landed and
         never will.
         """
         return not all(parameter.rounds for parameter in self.frozen.values())
 
     def with_mean(self, trained: Mapping[str, Tensor]) -> "Recut":
-        """Returns the recut, given the mean of the groups: frozen parameters that never landed take
-        their values from it, since their outer values are not trained.
+        """Returns the recut, given the mean of the groups. Frozen parameters that never landed take
+        their values from it, because their outer values are untrained.
         """
         frozen = dict(self.frozen)
         for name, parameter in self.frozen.items():
@@ -57,12 +58,14 @@ class Recut(NamedTuple):
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of what is new and of what was frozen here, for `agreed`."""
+        """The names of tensors that are new and of those that were frozen on this rank, for
+        `agreed`.
+        """
         return list(self.new), list(self.frozen)
 
     def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
         """Returns the recut of all ranks, given the `names` of each: a parameter that one rank has
-        replaced is new on all of them.
+        replaced is new on all ranks.
         """
         new = set[str]().union(*(new_names for new_names, _ in names))
         frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
@@ -73,7 +76,7 @@ class Recut(NamedTuple):
                 untrained=_without(new, self.outer.untrained),
             ),
             frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
-            # In an order that is the same on ranks that have replaced different ones.
+            # In an order that is the same on ranks that have replaced different parameters.
             new={name: tensors[name] for name in sorted(new)},
         )
 
@@ -85,8 +88,8 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Divides the outer state of a cut into that of tensors which remain, which were frozen,
-        and which are gone.
+        """Divides outer state into that of tensors that remain, that were frozen, and that are
+        gone.
         """
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
         trained = _divide_parameters(cut_model, outer)
@@ -101,7 +104,7 @@ class Recut(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The tensors of a model that is cut again, by their new names, without frozen ones.
+    """The tensors of a model that is divided again, by their new names, without frozen ones.
 
     Attributes:
         outer: The outer state of tensors that remain.
@@ -135,7 +138,7 @@ def _divide_untrained(
         former_kinds |= fragment.untrained.kinds_by_name()
     kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
     for place, kind in kinds.items():
-        # Code replaces the tensors of buffers as it likes, so their modules identify them.
+        # Code may replace the tensors of buffers, so their modules identify them.
         former_name = cut_model.former_place(place.name)
         values = outer.untrained.get(former_name)
         if values is not None and values.shape == place.tensor.shape:
@@ -161,7 +164,7 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
     if any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values()):
         changes = changes or "parameters have been replaced on other ranks"
         start = (
-            " What is new starts from the values of the first worker group, without outer momentum."
+            " New tensors start from the values of the first worker group, without outer momentum."
         )
     _log.warning(
         "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
@@ -175,8 +178,8 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
 def follow_in_optimizers(
     recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
 ) -> None:
-    """Drops gradients and optimizer state of another shape, and warns of new parameters that no
-    optimizer steps.
+    """Drops gradients and optimizer state of another shape, and warns of new parameters without an
+    optimizer.
     """
     stepped, trained = _parameters_of(optimizers)
     unstepped = list[str]()
@@ -185,7 +188,7 @@ def follow_in_optimizers(
             continue
         former = cut_model.former_parameter(name)
         if former is not tensor:
-            # Perhaps no optimizer stepped the former parameter, such as a copy in another
+            # There may be no optimizer that stepped the former parameter, such as a copy in another
             # submodule.
             should_train = former is None or id(former) in trained
             if should_train and id(tensor) not in stepped:
@@ -205,7 +208,7 @@ def follow_in_optimizers(
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
-    """Returns the ids of the parameters that optimizers hold, and of those that they have
+    """Returns the ids of the parameters that optimizers have, and of those that they have
     trained.
     """
     stepped = set[int]()
@@ -216,7 +219,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]
         for group in getattr(optimizer, "param_groups", ()):
             held |= set(map(id, group["params"]))
         stepped |= held
-        # A parameter that never has a gradient gets no state, where other parameters do.
+        # A parameter that never has a gradient gets no state, while other parameters do.
         with_state = set(map(id, getattr(optimizer, "state", ())))
         trained |= held & with_state if with_state else held
     return stepped, trained

@@ -1,7 +1,7 @@
 """Restarts rounds from a checkpoint with other groups, ranks or settings.
 
-The files of all ranks are joined to outer state by name, so that other groups, shards and fragments
-can start from it. Flights of the checkpoint land first, where all groups have their files.
+The files of all ranks are joined into outer state by name, so that other groups, shards and
+fragments can start from it. The checkpoint's flights land first if all groups have their files.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Restart(NamedTuple):
 
     @staticmethod
     def of(arrived: Sequence[Any]) -> "Restart":
-        """Returns the restart that another rank sent, which arrives as plain tuples."""
+        """Returns the restart that another rank sent as plain tuples."""
         parameters, untrained, counts, weighed = arrived
         parameters = {name: OuterParameter(*fields) for name, fields in parameters.items()}
         return Restart(parameters, untrained, counts, Weighed(*weighed))
@@ -65,12 +65,12 @@ class Restart(NamedTuple):
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    """Joins the states of all ranks, and lands their flights where that can be done.
+    """Joins the states of all ranks, and lands their flights if possible.
 
     Args:
         groups: The state of each rank, by group; None where a file is missing.
-        settings: The settings of the new run; None if its outer optimizer is another one, which can
-            neither read the former one's state nor land its flights.
+        settings: The settings of the new run; None if its outer optimizer differs, so that it can
+            neither read the former state nor land the flights.
 
     Raises:
         ValueError: If no group has the states of all its ranks.
@@ -80,7 +80,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     first_rank = ranks[0]
     shares = "anchor" not in first_rank["fragments"][0]
     if not shares:
-        # Each group holds its own outer parameters.
+        # Each group has its own outer parameters.
         ranks = [_mean_of(states) for states in zip(*complete_groups, strict=True)]
     outer = _OuterModel(ranks, reads_optimizer_state=settings is not None)
     weighed = _weighed(first_rank, len(groups), settings)
@@ -121,8 +121,8 @@ def _complete(groups: Sequence[Sequence[State | None]]) -> list[list[State]]:
 
 
 def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
-    """Returns the state of the weighing, or the initial one if the settings weigh in another way,
-    which cannot read it.
+    """Returns the state of the weighing, or the initial state if the settings have a different
+    weighing, which cannot read it.
     """
     weighing = read_settings(state["settings"]).get("weighing")
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
@@ -205,7 +205,7 @@ class _SavedFlights:
         groups: The states of all ranks, by group.
         outer: The outer state, which landings change.
         weighed: The state of the weighing, which landings change.
-        settings: The settings that the flights were launched with.
+        settings: The settings with which the flights were launched.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class _SavedFlights:
         self._weighed = weighed
         self._weighing = settings.aggregation
         self._direction = settings.outer.map
-        # The parts of two shots stay as they were when the flights were launched, because the
-        # losses of the second rounding are saved part by part.
+        # Two shots use the same parts as when the flights were launched, because the errors of the
+        # second rounding are saved part by part.
         exchange = TwoShot.read(read_settings(groups[0][0]["settings"])["exchange"], "gloo")
         self._all_reduce = all_reduce_for(
             exchange, len(groups), settings.codec, settings.landing.kept
@@ -277,7 +277,7 @@ class _SavedFlights:
             )
 
     def _land_buffers(self, index: int, kinds: Sequence[str], count: Count) -> None:
-        """Renews the outer values of untrained state by those of the groups that count."""
+        """Renews the outer values of untrained state from the groups that count."""
         flights = [self._groups[group][0]["flights"][index] for group in count.factors]
         buffers = self._outer.buffers[flights[0]["fragment"]]
         for position, name in enumerate(buffers):
@@ -292,7 +292,7 @@ def _new_outer(kind: Kind, sent: Sequence[Tensor], outer: Tensor, *, keeps_outer
 
 
 def _control(flight: State) -> Control:
-    """Returns the control vector of a rank, as far as it decides how the flight lands."""
+    """Returns the control vector of a rank, with the fields that matter for the landing."""
     gradient = flight["gradient"]
     return Control(
         fragment=flight["fragment"],

@@ -1,9 +1,9 @@
-"""From the parameters of a fragment to one flat float32 vector and back: the shard that a rank
+"""Converts the parameters of a fragment to a flat float32 vector and back: the shard that a rank
 exchanges.
 
-The only file that knows how a model holds its parameters, DTensors included. FSDP2 and tensor
-parallelism make DTensors. This file recognises them by their attributes, so that it imports nothing
-where there are none.
+Only this file depends on how a model stores its parameters, including DTensors, which FSDP2 and
+tensor parallelism create. It recognises DTensors by their attributes, so that it imports nothing if
+there are none.
 """
 
 from abc import ABC, abstractmethod
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside DistributedDataParallel, torch.compile and
+    """Returns the module that the user wrote, without DistributedDataParallel, torch.compile and
     Fabric's wrapper.
     """
     while True:
-        # A wrapper of another library may offer the module as a property. A child that is called
-        # "module" belongs to the user's model.
+        # A wrapper of another library may offer the module as a property. A child named "module"
+        # belongs to the user's model.
         has_property = isinstance(getattr(type(model), "module", None), property)
         wraps = has_property or isinstance(model, DistributedDataParallel)
         inner = getattr(model, "module" if wraps else "_orig_mod", None)
@@ -63,16 +63,12 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def described(parameters: dict[str, Tensor]) -> list[Parameter]:
-    """Describes parameters as the partition needs to know them: name, size in bytes, number of
-    dimensions.
-    """
+    """Describes parameters for the partition: name, size in bytes, number of dimensions."""
     return [Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Maps the further names of tied trainable parameters to the first name of the same
-    parameter.
-    """
+    """Maps the other names of tied trainable parameters to the first name of the same parameter."""
     first_names: dict[int, str] = {}
     further_names = {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
@@ -91,11 +87,11 @@ _HOW_TO_CHANGE = (
 
 
 class CutModel:
-    """Remembers the trainable parameters and the modules of a model that is cut, and finds the
-    changes since.
+    """Remembers the trainable parameters and the modules of a model that is divided into fragments,
+    and finds later changes.
 
-    A parameter is the same as long as the object and its shape are, under whatever name: ``p.data``
-    may be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
+    A parameter is the same if the object and its shape are the same, under any name: ``p.data`` may
+    be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those after it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +109,7 @@ class CutModel:
         return self._identities == _identities(trainable(self.model))
 
     def new(self) -> dict[str, Tensor]:
-        """Returns the trainable parameters that the cut does not have, or has in another shape."""
+        """Returns the trainable parameters that are in no fragment or had another shape."""
         parameters = trainable(self.model)
         return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
@@ -125,8 +121,8 @@ class CutModel:
         return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
     def former_name(self, parameter: Tensor) -> str | None:
-        """Returns the name that a parameter had when the model was cut; None if it is another one,
-        or was reshaped.
+        """Returns the name that a parameter had when the model was divided; None if it is new or
+        was reshaped.
         """
         name = self._names.get(id(parameter))
         if name is None or parameter.shape != self._identities[name].shape:
@@ -134,19 +130,21 @@ class CutModel:
         return name
 
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer steps a parameter of the cut."""
+        """Returns whether an optimizer steps a parameter of the fragments."""
         for group in optimizer.param_groups:
             if any(self.former_name(parameter) is not None for parameter in group["params"]):
                 return True
         return False
 
     def former_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter that had a name when the model was cut; None if there was none."""
+        """Returns the parameter that had a name when the model was divided; None if there was
+        none.
+        """
         return self._parameters.get(name)
 
     def former_place(self, name: str) -> str:
-        """Returns the name that a buffer had when the model was cut, by the name of its module; ""
-        if the module is new.
+        """Returns the name that a buffer had when the model was divided, by the name of its module;
+        "" if the module is new.
 
         Args:
             name: The present name.
@@ -186,7 +184,7 @@ class CutModel:
             module.reshard()
 
     def require_coverage(self) -> None:
-        """Refuses a model in which a parameter is trainable that is in no fragment."""
+        """Refuses a model with a trainable parameter that is in no fragment."""
         self.reshard()
         parameters = list[Tensor | None]()
         visited = set[int]()
@@ -202,12 +200,12 @@ class CutModel:
         uncovered = [p for p in parameters if p is not None and id(p) not in self._names]
         if any(parameter.requires_grad for parameter in uncovered):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. What is new is in no"
-                f" fragment, and every group would train its own. {_HOW_TO_CHANGE}"
+                f"Since the model was cut into fragments, {self.described()}. New parameters are in"
+                f" no fragment, so every group would train its own. {_HOW_TO_CHANGE}"
             )
 
     def require_devices(self) -> None:
-        """Refuses parameters on a device on which the model had none when it was cut."""
+        """Refuses parameters on a device on which the model had none when it was divided."""
         devices = {identity.device for identity in self._identities.values()}
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
@@ -219,7 +217,7 @@ class CutModel:
 
 
 class _Identity(NamedTuple):
-    """The properties by which a cut recognises a parameter."""
+    """The properties by which a parameter is recognised."""
 
     object_id: int
     shape: torch.Size
@@ -247,15 +245,16 @@ Runs = list[tuple[int, int]]
 
 
 class ShardSpec(NamedTuple):
-    """Describes the values of a parameter that a rank holds, and those that it exchanges.
+    """The values of a parameter that a rank has, and those that it exchanges.
 
     Attributes:
-        shape: Shape of the whole parameter.
-        runs: For each dimension the positions that the rank holds, in the order in which it holds
+        shape: The shape of the whole parameter.
+        runs: For each dimension, the positions that the rank has, in the order in which it stores
             them.
-        first: Position of the first value that it exchanges, among those that it holds.
-        length: Number of values that it exchanges. Ranks that hold the same values share them out.
-        holders: The ranks of the group that hold the same values, in their order.
+        first: The position of the first value that it exchanges, among those that it has.
+        length: The number of values that it exchanges. Ranks with the same values divide them among
+            themselves.
+        holders: The ranks of the group that have the same values, in order.
 
     Examples:
         >>> spec = ShardSpec((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
@@ -274,7 +273,7 @@ class ShardSpec(NamedTuple):
         return self.runs == [[(0, size)] for size in self.shape]
 
     def extract(self, full: Tensor) -> Tensor:
-        """Returns the values that the rank exchanges, out of the flat whole parameter."""
+        """Returns the values that the rank exchanges from the flat whole parameter."""
         held = full
         if not self._holds_all:
             held = full.view(self.shape)[self._indices()].reshape(-1)
@@ -286,7 +285,7 @@ class ShardSpec(NamedTuple):
         if self._holds_all:
             full[exchanged] = values
         elif self.length:
-            # Picking by indices makes a copy.
+            # Indexing makes a copy.
             held = full.view(self.shape)[self._indices()]
             held.view(-1)[exchanged] = values
             full.view(self.shape)[self._indices()] = held
@@ -303,13 +302,13 @@ class ShardSpec(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Returns whether a tensor is a DTensor, so that this rank holds only a part."""
+    """Returns whether a tensor is a DTensor, of which this rank has only a part."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that this rank holds, without autograd. Writing to it writes to
-    the tensor.
+    """Returns this rank's part of a tensor, without autograd. Writing to it writes to the
+    tensor.
     """
     detached = tensor.detach()
     return detached.to_local() if is_sharded(detached) else detached
@@ -329,32 +328,32 @@ def described_sharding(tensor: Tensor) -> str:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have
+    """Returns the modules of a model that FSDP2 has sharded. This is slow: a model may have
     thousands.
     """
     modules = []
     for module in model.modules():
-        # Modules may have attributes of any name, so the names of their classes decide.
+        # Modules may have attributes of any name, so this depends on the names of their classes.
         if "FSDPModule" in [kind.__name__ for kind in type(module).__mro__]:
             modules.append(module)
     return modules
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward."""
+    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward pass."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def part_of(tensor: Tensor, full: Tensor) -> Tensor:
-    """Cuts the part of a sharded tensor that this rank holds out of the whole one."""
+    """Returns this rank's part of a sharded tensor, given the whole tensor."""
     runs = held_runs(tensor)
     spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
     return spec.extract(full.reshape(-1)).view(local(tensor).shape)
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
-    """Returns the positions that this rank holds of a tensor, for each dimension."""
+    """Returns the positions of a tensor that this rank has, for each dimension."""
     positions = [list(range(size)) for size in tensor.shape]
     if is_sharded(tensor):
         positions = _held_positions(tensor, positions)
@@ -362,7 +361,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
 
 
 def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list[int]]:
-    """Returns those of the positions that this rank holds of a DTensor, for each dimension."""
+    """Returns those positions of a DTensor that this rank has, for each dimension."""
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a mesh of other ranks shards nothing here"
@@ -389,7 +388,7 @@ def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list
 
 
 def _joined(positions: list[int]) -> Runs:
-    """Joins consecutive positions to runs."""
+    """Joins consecutive positions into runs."""
     runs = Runs()
     for position in positions:
         start = position
@@ -400,8 +399,8 @@ def _joined(positions: list[int]) -> Runs:
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
-    """Divides a parameter so that one rank exchanges each value, also where several hold it.
-    Returns a spec for each rank.
+    """Divides a parameter so that exactly one rank exchanges each value, even if several ranks have
+    it. Returns a spec for each rank.
 
     Examples:
         >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
@@ -429,7 +428,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
 def shard_specs(
     parameters: Mapping[str, Tensor], group: Communicator, members: range
 ) -> dict[str, list[ShardSpec]]:
-    """Finds out which values every rank of a group holds and exchanges of each parameter. In-group
+    """Determines which values of each parameter every rank of a group has and exchanges. In-group
     collective.
     """
     held = {name: _runs_or_refusal(parameter, members) for name, parameter in parameters.items()}
@@ -453,7 +452,7 @@ def shard_specs(
 
 
 def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
-    """Returns the positions that this rank holds, or the reason why the parameter cannot be
+    """Returns the positions that this rank has, or the reason why the parameter cannot be
     exchanged.
     """
     outside = sorted(set(ranks_of(parameter)) - set(members))
@@ -463,7 +462,7 @@ def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
         )
     device_type = local(parameter).device.type
     if is_sharded(parameter) and device_type != parameter.device_mesh.device_type:
-        return f"it lies on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
+        return f"it is on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
     try:
         return held_runs(parameter)
     except ValueError as error:
@@ -471,9 +470,7 @@ def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
 
 
 def ranks_of(tensor: Tensor) -> list[int]:
-    """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is
-    not.
-    """
+    """Returns the global ranks over which a tensor is sharded; none if it is not sharded."""
     if not is_sharded(tensor):
         return []
     return list(map(int, tensor.device_mesh.mesh.flatten()))
@@ -487,7 +484,9 @@ def _numel(runs: list[Runs]) -> int:
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
-    """Cuts positions as ``torch.chunk`` cuts a tensor: the last chunks are smaller, or missing."""
+    """Divides positions as ``torch.chunk`` divides a tensor: the last chunks are smaller, or
+    missing.
+    """
     length = max(1, -(-len(positions) // count))
     return [positions[start : start + length] for start in range(0, len(positions), length)]
 
@@ -497,8 +496,8 @@ SavedFragment = Mapping[str, Any]
 
 
 class OuterParameter(NamedTuple):
-    """Holds outer values and outer optimizer state of one parameter, whole, however fragments and
-    shards are cut.
+    """The whole outer values and outer optimizer state of one parameter, independent of fragments
+    and shards.
     """
 
     values: Tensor
@@ -551,7 +550,7 @@ def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tens
 def to_shards(
     fragment: SavedFragment, parameters: Mapping[str, Tensor], lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Cuts flat whole parameters into shards of these lengths, which `to_parameters` joins.
+    """Divides flat whole parameters into shards of these lengths, which `to_parameters` joins.
 
     Examples:
         >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
@@ -572,12 +571,12 @@ def to_shards(
 
 
 class FragmentLayout(ABC):
-    """Lays out the parameters of a fragment as flat vectors. The shard of this rank holds the
+    """Lays out the parameters of a fragment as flat vectors. The shard of this rank contains the
     values that it exchanges.
 
     Attributes:
-        length: Number of values in the shard of this rank.
-        start: Position of the shard in the whole fragment.
+        length: The number of values in the shard of this rank.
+        start: The position of the shard in the whole fragment.
     """
 
     length: int
@@ -588,8 +587,8 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds the copies of each parameter that optimizers keep, which have to change with it;
-        # `FragmentedModel` sets it.
+        # Finds the copies of each parameter that optimizers keep, which must change with it. Set by
+        # `FragmentedModel`.
         self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] = (
             lambda parameters: [()] * len(parameters)
         )
@@ -598,18 +597,18 @@ class FragmentLayout(ABC):
         )
         self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
-        # The slices of parameters that the shard holds, one behind the other, and their lengths.
+        # The slices of parameters in the shard, one after the other, and their lengths.
         self._pieces = [(i, piece) for i, piece in enumerate(pieces) if piece.start < piece.stop]
         self._lengths = [piece.stop - piece.start for _, piece in self._pieces]
         self._end = sum(self._lengths)
 
     @property
     def held(self) -> list[Tensor]:
-        """The part of each parameter that this rank holds. Looked up every time, because other code
-        may rebind ``.data``.
+        """This rank's part of each parameter. Looked up every time, because other code may rebind
+        ``.data``.
 
         Raises:
-            AgreementError: If a parameter has another shape than when the model was cut.
+            AgreementError: If the shape of a parameter has changed since the model was divided.
         """
         held = [self._held(parameter) for parameter in self.parameters]
         for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
@@ -625,9 +624,7 @@ class FragmentLayout(ABC):
         return self.copies_of(self.parameters)
 
     def let_go(self) -> None:
-        """Puts zeros in the place of reshaped parameters, so that flights land there, outside the
-        model.
-        """
+        """Replaces reshaped parameters by zeros, so that flights land there, outside the model."""
         for index, shape in enumerate(self._shapes):
             parameter = self.parameters[index]
             if self._held(parameter).shape != shape:
@@ -637,14 +634,14 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all values that this rank holds of the fragment from the shards of its group.
+        """Gathers all values of the fragment that this rank has from the shards of its group.
         In-group collective.
         """
 
     @abstractmethod
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
         """Returns the spec of each rank of the group, parameter by parameter, in the order in which
-        shards hold them.
+        shards contain them.
         """
 
     @abstractmethod
@@ -653,13 +650,13 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Returns the whole parameters by name, on the host. In-group collective where ranks hold
+        """Returns the whole parameters by name, on the host. In-group collective if ranks have
         parts of them.
         """
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns the one of its arguments that `named` reads."""
+        """Returns the argument that `named` reads."""
 
     @abstractmethod
     def copied(self) -> Tensor:
@@ -667,17 +664,19 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        """Cuts the shard out of all parameters, flat and whole; beyond their end it is zero."""
+        """Returns the shard of all parameters, given flat and whole; beyond their end, it is
+        zero.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain values by which a later run reads shards of the fragment."""
+        """Returns the plain values that a later run needs to read shards of the fragment."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard, given that of all parameters in their order.
+        """Returns the outer state of this rank's shard, given that of all parameters in order.
 
-        An elementwise entry of the optimizer's state is zero where a parameter has none; of counts,
-        the largest is taken.
+        An elementwise entry of the optimizer's state is zero where a parameter has none. For
+        counts, the largest is taken.
         """
         state: OptimizerState = {}
         keys = chain.from_iterable(parameter.state for parameter in parameters)
@@ -694,7 +693,7 @@ class FragmentLayout(ABC):
 
     @property
     def holds_float32(self) -> bool:
-        """Whether the parameters hold every float32 value."""
+        """Whether the parameters can represent every float32 value."""
         return all(
             torch.promote_types(held.dtype, torch.float32) == held.dtype for held in self.held
         )
@@ -710,7 +709,7 @@ class FragmentLayout(ABC):
             self._pieces, self._cut(outer), self._cut(difference), strict=True
         ):
             values = held[index].reshape(-1)[piece]
-            # Longer types are rounded first, as they are where the shard is read.
+            # Wider types are rounded first, as when the shard is read.
             if torch.promote_types(values.dtype, torch.float32) != torch.float32:
                 values = values.to(torch.float32)
             torch.sub(before, values, out=part)
@@ -718,7 +717,7 @@ class FragmentLayout(ABC):
         return difference
 
     def shard_of(self, held: Sequence[Tensor]) -> Tensor:
-        """Copies the shard of this rank out of parameters, or out of the views of `split`."""
+        """Copies the shard of this rank from parameters, or from the views of `split`."""
         shard = new_vector(self.length, held[0].device).zero_()
         for (index, piece), part in zip(self._pieces, self._cut(shard), strict=True):
             part.copy_(held[index].reshape(-1)[piece])
@@ -729,15 +728,15 @@ class FragmentLayout(ABC):
         return shard[: self._end].split_with_sizes(self._lengths)
 
     def mask(self, names: Collection[str]) -> Tensor:
-        """Returns which values of the shard belong to some parameters."""
+        """Returns which values of the shard belong to the named parameters."""
         masks = list[Tensor]()
         for name, held in zip(self.names, self.held, strict=True):
             masks.append(torch.full_like(held, name in names))
         return self.shard_of(masks).bool()
 
     def split(self, gathered: Tensor) -> list[Tensor]:
-        """Returns views of the vector of `all_gather`, one per parameter, in the shape of the part
-        that this rank holds.
+        """Returns views of the vector of `all_gather`, one per parameter, in the shape of this
+        rank's part.
         """
         parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
@@ -747,7 +746,9 @@ class FragmentLayout(ABC):
             parameter.copy_(values)
 
     def settle(self, gathered: Tensor) -> None:
-        """Writes values that stay, also into the copies of the parameters that optimizers keep."""
+        """Writes permanent values, including into the copies of the parameters that optimizers
+        keep.
+        """
         self.write(gathered)
         for copies, values in zip(self._copies, self.split(gathered), strict=True):
             for copy in copies:
@@ -772,7 +773,7 @@ class FragmentLayout(ABC):
                 shifted.add_(move)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
+        """Overwrites parameters with flat vectors, by name. Not for sharded parameters."""
         for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in values:
                 with _changed(held, copies) as changed:
@@ -785,7 +786,7 @@ class FragmentLayout(ABC):
 @contextmanager
 def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yields the held values of a parameter, in at least float32, to be changed; its copies change
-    by as much.
+    by the same amount.
     """
     dtype = torch.promote_types(held.dtype, torch.float32)
     if held.dtype == dtype and not copies:
@@ -795,14 +796,14 @@ def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
     yield changed
     for copy in copies:
         moved = copy.view(held.shape) + (changed - held)
-        # Values that are not finite take those of the parameter.
+        # Values that are not finite are replaced by those of the parameter.
         copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
     held.copy_(changed)
 
 
 class WholeLayout(FragmentLayout):
-    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard
-    per rank.
+    """Lays out a fragment that every rank of the group has whole: one vector, divided into one
+    shard per rank.
     """
 
     def __init__(
@@ -872,8 +873,8 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment that is sharded over the ranks of the group: the shard of a rank is the
-    part that it holds.
+    """Lays out a fragment that is sharded over the ranks of the group: the shard of a rank is its
+    part.
     """
 
     def __init__(
@@ -891,8 +892,7 @@ class ShardedLayout(FragmentLayout):
         self.lengths = [max(1, length) for length in _lengths(specs)]
         self.length = self.lengths[shard]
         self.start = sum(self.lengths[:shard])
-        # The parameters of which several ranks hold the same values, each of which exchanges a part
-        # of them.
+        # The parameters of which several ranks have the same values and exchange a part each.
         self._in_common = list[int]()
         for index, ranks in enumerate(specs):
             if any(len(spec.holders) > 1 for spec in ranks):
@@ -974,7 +974,7 @@ def _lengths(specs: Sequence[Sequence[ShardSpec]]) -> list[int]:
 def layouts_of(
     fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
 ) -> list[FragmentLayout]:
-    """Lays out all fragments. In-group collective where parameters are sharded."""
+    """Lays out all fragments. In-group collective if parameters are sharded."""
     shard = topology.group_rank
     is_divided = any(map(is_sharded, parameters.values()))
     specs = shard_specs(parameters, topology.in_group, topology.ranks) if is_divided else {}
@@ -995,19 +995,19 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return padded
 
 
-# The digest: a number that stands for the bits of the values that groups hold alike
+# The digest: a number that identifies the bits of values that are the same in all groups
 
-# How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or
-# launches of kernels would take most of its time.
+# The number of words processed at once. On a CPU, they fit into its cache. An accelerator needs
+# more, or kernel launches would take most of its time.
 _CHUNK = 1 << 17
 _CHUNK_ON_DEVICE = 1 << 23
 
 
 def digest(values: Tensor, start: int = 0) -> int:
-    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo
+    """Returns the digest of a tensor: the sum of its words, each weighted by its position, modulo
     2**64, signed.
 
-    A word at an even position and the next one are a number of 64 bits, which is multiplied by its
+    A word at an even position and the next word form a 64-bit number, which is multiplied by its
     position plus 1. Digests of consecutive shards, which begin at ``start`` in the whole, add up to
     the digest of the whole.
 
@@ -1027,7 +1027,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     else:
         length = _CHUNK_ON_DEVICE
         weights = torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    # Added up on the device, modulo 2**64, so that the host waits for it once.
+    # Summed on the device, modulo 2**64, so that the host waits for it only once.
     sums = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
         chunk = words[max(first, 0) : first + length].to(torch.int32)

@@ -1,4 +1,4 @@
-"""Simulation: several worker groups in one process, with the same engine and no sockets, for
+"""Simulation: several worker groups in one process, with the same engine but without sockets, for
 research and tests.
 """
 
@@ -24,8 +24,8 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
-    """Makes the topologies of several worker groups of one rank each, all in this process and
-    without threads.
+    """Makes the topologies of several worker groups of one rank each, all in this process without
+    threads.
     """
     topologies = Topology.simulated(groups)
     backgrounds = InlineBackground.connect(groups)
@@ -41,14 +41,15 @@ class SimulatedGroups:
     The outer parameters are the same as with that many real processes and the same data.
 
     Args:
-        models: One model for each worker group, all alike. All start from the values of the first.
+        models: One model for each worker group, all of the same architecture. All start from the
+            values of the first.
         inner_optimizers: The optimizers of each group, as in `StreamingDiLoCo`.
         settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
-        ValueError: As `StreamingDiLoCo` does, or if there are no models, models differ in names,
-            shapes or dtypes, or two groups share a model, a trainable parameter, or the state of an
-            optimizer.
+        ValueError: As in `StreamingDiLoCo`, or if there are no models, if models differ in names,
+            shapes or dtypes, or if two groups share a model, a trainable parameter, or the state of
+            an optimizer.
 
     Examples:
         >>> import torch
@@ -89,15 +90,15 @@ class SimulatedGroups:
     def step(
         self, *, trained: Sequence[int] = (), idle: Collection[int] = ()
     ) -> list[list[Landing]]:
-        """Counts an inner step of every group: makes all due launches, then all landings that are
-        due.
+        """Counts an inner step of every group, and performs all launches and then all landings that
+        are due.
 
         Args:
-            trained: How many micro-batches each group trained, by group; 1 for groups left out.
+            trained: The number of micro-batches that each group trained, by group; by default 1.
             idle: The groups that did not train in this inner step.
 
         Returns:
-            What landed in each group.
+            The landings of each group.
         """
         steps = []
         for group, engine in enumerate(self.engines):
@@ -113,11 +114,11 @@ class SimulatedGroups:
             engine.fragmented_model.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
-        """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in
-        each group.
+        """Divides the models of all groups into fragments again; see `StreamingDiLoCo.recut`.
+        Returns the landings of each group.
 
         Args:
-            inner_optimizers: The optimizers of each group, if you made others.
+            inner_optimizers: The optimizers of each group, if they are new.
         """
         models = [engine.model for engine in self.engines]
         require_same_signatures([signature(model) for model in models])
@@ -138,7 +139,7 @@ class SimulatedGroups:
         return landed
 
     def group_mean(self) -> GroupMean:
-        """Returns the mean of the groups, which any of the ``engines`` shows; see
+        """Returns the mean of the groups, which any of the ``engines`` can show; see
         `StreamingDiLoCo.group_mean`.
         """
         means = in_turns([turns_of(engine.group_mean) for engine in self.engines])
@@ -153,15 +154,15 @@ class SimulatedGroups:
                 fragment.matrices.once = once
 
     def _first_own(self) -> dict[str, Tensor]:
-        """Copies what the first group keeps of untrained state, by name."""
+        """Copies the untrained state that the first group keeps, by name."""
         states = [fragment.untrained for fragment in self.engines[0].fragmented_model.fragments]
         return {place.name: place.values.clone() for state in states for place in state.own.places}
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters, the same in all groups; see
+        """Returns the outer parameters, which are the same in all groups; see
         `StreamingDiLoCo.outer_state_dict`.
 
-        On a route that does not share, it is the mean of the groups.
+        On a route that is not shared, this is the mean of the groups.
         """
         first = self.engines[0]
         if first.rounds.settings.shares or first.is_finished:
@@ -171,7 +172,7 @@ class SimulatedGroups:
 
 @torch.no_grad()
 def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
-    """Gives all groups one recut, and the first group's values of what is new."""
+    """Gives all groups the same recut, and the first group's values of new tensors."""
     recuts = [group.recut for group in groups if group.recut is not None]
     names = [recut.names for recut in recuts]
     agreed = [recut.agreed(names) for recut in recuts]
@@ -182,9 +183,7 @@ def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
 
 
 def _require_own_parameters(models: Sequence[nn.Module]) -> None:
-    """Refuses models that train the same parameters: what one group trains would be the other's,
-    too.
-    """
+    """Refuses models that share trainable parameters: each group would train the other's."""
     owners: dict[int, int] = {}
     for group, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -201,7 +200,7 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
 def _start_from_first(
     models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
 ) -> None:
-    """Gives all groups the model of the first, and its optimizers' copies of the weights where
+    """Gives all groups the model of the first group, and its optimizers' copies of the weights if
     models differed.
     """
     state = models[0].state_dict()
@@ -236,7 +235,7 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
 
 
 def _addresses(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Returns where the tensors of the state of optimizers are in memory."""
+    """Returns the memory addresses of the tensors in the state of optimizers."""
     addresses: set[int] = set()
     for optimizer in optimizers:
         for state in optimizer.state.values():

@@ -1,8 +1,8 @@
 """The start of an engine, before its first step, and of rounds that restart.
 
-An engine finds its place among the ranks, makes sure that all ranks start from the same settings
-and model, and cuts the model into fragments. Outer state outlives fragments by name: when a model
-is cut again (see `recut`), or an earlier run is resumed.
+An engine determines its place among the ranks, makes sure that all ranks start from the same
+settings and model, and divides the model into fragments. Outer state is carried over by name when a
+model is divided again (see `recut`), or when an earlier run is resumed.
 """
 
 import logging
@@ -60,24 +60,24 @@ _log = logging.getLogger(__name__)
 LEAST_USUAL_RATE = 0.05
 """An outer optimizer with a lower rate gets a warning."""
 
-# The name of this setting in errors.
+# The name of this setting in error messages.
 _NUMBER = "the number of this engine in its process"
 
 
 class WorkerGroups:
-    """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
+    """Divides the ranks of ``torch.distributed`` into worker groups before there is a model.
 
-    Make it in all processes, once ``torch.distributed`` is initialised. If groups have several
-    ranks, wrap the model with its `process_group`. Give the object to the engine as
+    Create it in all processes once ``torch.distributed`` is initialised. If groups have several
+    ranks, wrap the model with its `process_group`. Pass the object to the engine as
     ``worker_groups``.
 
     Args:
-        worker_groups: Number of worker groups; consecutive ranks form a group. ``"auto"``: one per
-            process.
-        timeout: How long a fragment may be in flight.
+        worker_groups: The number of worker groups; consecutive ranks form a group. ``"auto"`` makes
+            one per process.
+        timeout: The longest time that a fragment may be in flight.
 
     Attributes:
-        topology: The ranks, for ``StreamingDiLoCo(topology=...)``.
+        topology: The topology of the ranks, for ``StreamingDiLoCo(topology=...)``.
 
     Raises:
         ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does
@@ -103,7 +103,7 @@ class WorkerGroups:
 
     @property
     def num_groups(self) -> int:
-        """Number of worker groups."""
+        """The number of worker groups."""
         return self.topology.num_groups
 
     @property
@@ -113,7 +113,7 @@ class WorkerGroups:
 
     @property
     def group_size(self) -> int:
-        """Number of ranks in a group."""
+        """The number of ranks in a group."""
         return self.topology.group_size
 
     @property
@@ -146,21 +146,22 @@ def topology_for(
 def default_topology(
     worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None
 ) -> Topology:
-    """Divides the default process group into worker groups; one group where there is none. All
-    ranks must call it.
+    """Divides the default process group into worker groups; without a process group, there is one.
+    All ranks must call it.
     """
     groups = checked_worker_groups(worker_groups)
     world_size = 1
     if is_connected():
-        # Ranks that make different process groups would wait for each other, so this comes first.
+        # This comes first, because ranks that create different process groups would wait for each
+        # other.
         require_same_settings({"worker_groups": str(groups)}, world())
         world_size = world().size
     elif launched_processes() > 1:
         raise ValueError(
             f"WORLD_SIZE={launched_processes()} says that a launcher started {launched_processes()}"
-            " processes, but torch.distributed is not initialised: each of them would train alone."
-            " Call torch.distributed.init_process_group() in all of them before, or take WORLD_SIZE"
-            " out of the environment of a single process."
+            " processes, but torch.distributed is not initialised: each would train separately. Call"
+            " torch.distributed.init_process_group() in all of them first, or remove WORLD_SIZE from"
+            " the environment of a single process."
         )
     if isinstance(groups, str):
         groups = world_size
@@ -177,8 +178,8 @@ def agreed_fragments(
     *,
     is_site: bool = False,
 ) -> tuple[tuple[Fragment, ...], torch.device]:
-    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks
-    must call it.
+    """Makes sure that all ranks start from the same settings and model, and divides it into
+    fragments. All ranks must call it.
     """
     require_same_settings({**settings.described(), _NUMBER: str(topology.engine)}, topology.world)
     check_legs(settings.routing, topology.num_groups)
@@ -221,12 +222,12 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 @torch.no_grad()
 def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
-    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group
+    """Makes sharded parameters bit-identical on ranks that have the same values. In-group
     collective.
     """
     reshard(model)
     for fragment in fragments:
-        # Ranks that hold whole parameters have the same ones.
+        # Ranks with whole parameters already have the same ones.
         if isinstance(fragment.layout, ShardedLayout):
             fragment.layout.write(fragment.gathered(topology.in_group))
 
@@ -266,7 +267,7 @@ def _say_what_is_unusual(
 def say_what_averages_twice(
     optimizers: Sequence[Optimizer], settings: Settings, topology: Topology
 ) -> None:
-    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer
+    """Warns once, on one rank, of an inner optimizer that averages its steps together with outer
     momentum.
     """
     averaging = list[str]()
@@ -276,7 +277,7 @@ def say_what_averages_twice(
         if not switched:
             continue
         innermost = switched[-1]
-        # An optimizer that wraps another may only hand the calls on, as accelerate's does. Then
+        # An optimizer that wraps another may only forward the calls, as accelerate's does. Then
         # nothing keeps a copy of the weights.
         if len(parts_of(innermost)) == 1 or copies_in(innermost):
             averaging.append(type(innermost).__name__)
@@ -292,8 +293,8 @@ def say_what_averages_twice(
 
 
 def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> None:
-    """Warns once, on one rank, of an outer rate that suits gradients of batches and not what a
-    round has trained.
+    """Warns once, on one rank, of an outer rate that suits gradients of batches but not of
+    rounds.
     """
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
@@ -355,9 +356,9 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
 @cache
 def rounding() -> str:
     """Returns a digest of the results that this processor computes from known values, with the
-    arithmetic that has to give the same bits in all groups.
+    arithmetic that must be bit-identical in all groups.
     """
-    # Random numbers would not do, because torch's differ between processors.
+    # Not random numbers, because torch's differ between processors.
     numbers = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = numbers.view(3, -1).clone().unbind()
     codec = FP4()
@@ -368,7 +369,7 @@ def rounding() -> str:
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
-    """Refuses a model that ranks outside its worker group train, too."""
+    """Refuses a model that is also trained by ranks outside its worker group."""
     group_ranks = list(topology.ranks)
     for name, parameter in model.named_parameters():
         outside = sorted(set(ranks_of(parameter)) - set(group_ranks))
@@ -401,7 +402,7 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
 
 
 def _module(name: str) -> str:
-    # The outermost module of a wrapper is the model itself, whatever the wrapper calls it.
+    # The outermost module of a wrapper is the model itself, whatever its name there.
     inner_name = ".".join(
         word for word in name.split(".") if word not in ("_orig_mod", "_forward_module")
     )
@@ -414,8 +415,8 @@ def _listed(ranks: list[int]) -> str:
 
 
 def align_model(model: nn.Module, topology: Topology) -> bool:
-    """Gives all groups the parameters and buffers of the first, and returns whether they differed.
-    All must call it.
+    """Gives all groups the parameters and buffers of the first group, and returns whether they
+    differed. All ranks must call it.
     """
     ranks = _digests(model, topology)
     differed = not _are_alike(ranks, topology.group_size)
@@ -427,12 +428,12 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns of ranks that gave an earlier engine the model that group 0 gives this one, and the
-    other way round.
+    """Warns of ranks that passed an earlier engine the model that group 0 passes this one, and vice
+    versa.
 
     Args:
-        ranks: The hash of the model of each rank.
-        topology: The ranks; it remembers the hashes for later engines.
+        ranks: The hash of each rank's model.
+        topology: The topology, which stores the hashes for later engines.
     """
     for earlier in topology.starts:
         exchanged = list[int]()
@@ -444,8 +445,8 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
         if exchanged and not topology.rank:
             _log.warning(
                 "Two models of one shape were exchanged: %s gave an earlier engine what rank 0"
-                " gives this one, and the other way round. They now hold rank 0's values under the"
-                " other's name. Make engines in the same order on all ranks; sets, for example,"
+                " gives this one, and vice versa. They now have rank 0's values under the other's"
+                " name. Make engines in the same order on all ranks; sets, for example,"
                 " have another order in each process.",
                 _listed(exchanged),
             )
@@ -453,11 +454,11 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
 
 
 def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
-    """Gives all ranks the parameters and buffers of the first group, where theirs differ. All ranks
+    """Gives all ranks the parameters and buffers of the first group where theirs differ. All ranks
     must call it.
 
-    Returns the names of those that differed. Buffers that belong to one rank alone, those with
-    ``persistent=False``, stay as they are, and so do tensors of different shapes or types.
+    Returns the names of those that differed. Buffers that belong to a single rank, those with
+    ``persistent=False``, are not changed, nor are tensors of different shapes or types.
     """
     reshard(model)
     tensors = _tensors_of_groups(model)
@@ -468,7 +469,7 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
     differing = list[str]()
     for name in dict.fromkeys(chain.from_iterable(ranks)):
         by_rank = [rank.get(name, (None, False, 0)) for rank in ranks]
-        # Ranks hold parts of a sharded tensor: each part is compared with the same part in the
+        # Ranks have parts of a sharded tensor: each part is compared with the same part in the
         # first group.
         size = topology.group_size if by_rank[0][1] else 1
         if by_rank == [by_rank[rank % size] for rank in range(len(ranks))]:
@@ -480,7 +481,7 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
 
 
 def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, without the buffers that belong to one rank alone."""
+    """Returns parameters and buffers by name, without the buffers that belong to a single rank."""
     left_out = set[str]()
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -497,22 +498,22 @@ def _kind(tensor: Tensor) -> str:
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Gives all ranks a tensor of rank 0; of a sharded one, the part of the corresponding rank in
-    the first group.
+    """Gives all ranks a tensor of rank 0, or for a sharded tensor, the part of the corresponding
+    rank in the first group.
     """
     ranks = topology.peers if is_sharded(tensor) else topology.world
     ranks.broadcast(local(tensor))
 
 
 def is_aligned(model: nn.Module, topology: Topology) -> bool:
-    """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must
+    """Returns whether the parameters and buffers of all groups are bit-identical. All ranks must
     call it.
     """
     return _are_alike(_digests(model, topology), topology.group_size)
 
 
 class _Digests(NamedTuple):
-    """The digests of the tensors that a rank holds whole, and of those that it holds in part."""
+    """The digests of the tensors that a rank has whole, and of those that it has in part."""
 
     full: tuple[int, ...]
     parts: tuple[int, ...]
@@ -536,7 +537,7 @@ def _are_alike(ranks: Sequence[_Digests], group_size: int) -> bool:
 
 
 def require_same_signatures(signatures: list[dict[str, str]]) -> None:
-    # Tensors are paired by their order, so that must be the same too.
+    # Tensors are paired by order, so the order must also be the same.
     places = list[dict[str, str]]()
     for names in signatures:
         places.append({name: f"in place {place}" for place, name in enumerate(names)})
@@ -553,7 +554,9 @@ def require_same_signatures(signatures: list[dict[str, str]]) -> None:
 
 
 def signature(model: nn.Module) -> dict[str, str]:
-    """Describes every parameter and buffer, in their order, as far as ranks must not differ."""
+    """Describes the properties of every parameter and buffer that must not differ between ranks, in
+    order.
+    """
     kinds = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -586,8 +589,8 @@ def _some(ranks: list[int]) -> str:
 
 
 class NamedOuter(NamedTuple):
-    """Holds the outer state of all fragments, whole, by name; ``rounds`` is the least number of
-    outer steps so far.
+    """The whole outer state of all fragments, by name; ``rounds`` is the smallest number of outer
+    steps so far.
     """
 
     parameters: Mapping[str, OuterParameter]
@@ -596,7 +599,7 @@ class NamedOuter(NamedTuple):
 
 
 def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
-    """Puts the outer state of all fragments together by name. In-group collective."""
+    """Joins the outer state of all fragments by name. In-group collective."""
     parameters: dict[str, OuterParameter] = {}
     untrained: dict[str, Tensor] = {}
     for fragment in fragments:
@@ -610,10 +613,10 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 def start_from(
     fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator
 ) -> None:
-    """Takes outer state by name. A parameter that is not named keeps its local value, and starts
+    """Takes outer state by name. A parameter without outer state keeps its local value and starts
     without momentum.
     """
-    # All fragments of a round see the same learning rate, new ones, too.
+    # All fragments of a round have the same learning rate, including new ones.
     rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
         layout = fragment.layout

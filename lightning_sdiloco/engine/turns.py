@@ -1,8 +1,8 @@
-"""Turns: verbs of the engine that pause where groups in one process let each other work.
+"""Turns: methods of the engine that pause to let other groups in the same process work.
 
-A group waits for what the others have launched. In processes of their own groups do that side by
-side. In one process each is a generator that pauses after what it launches, and no group goes on
-until all have paused.
+A group waits for the launches of the others. In separate processes, groups do this in parallel. In
+one process, each group is a generator that pauses after its launches, and no group continues until
+all have paused.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -16,8 +16,8 @@ Turns = Generator[None, None, Result]
 
 
 def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
-    """Makes a generator a verb that does all the work of a group whose others are in other
-    processes; `turns_of` still pauses.
+    """Turns a generator into a method that does all the work of a group in one call, for other
+    groups in other processes; `turns_of` still pauses.
     """
 
     @wraps(verb)
@@ -30,8 +30,8 @@ def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments,
 def turns_of(
     verb: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Turns[Result]:
-    """Begins a verb that takes turns, such as ``engine.step``: returns a generator that pauses
-    after what it launches, and at the end returns what the verb does.
+    """Begins a method that takes turns, such as ``engine.step``. Returns a generator that pauses
+    after launches, and finally returns the method's result.
     """
     assert isinstance(verb, MethodType)
     turns: Turns[Result] = vars(verb.__func__)["__wrapped__"](verb.__self__, *args, **kwargs)
@@ -39,8 +39,8 @@ def turns_of(
 
 
 def in_turns(groups: Sequence[Turns[Result]]) -> list[Result]:
-    """Does the work of all groups of this process, one after the other from pause to pause. Returns
-    the result of each.
+    """Runs all groups of this process in turn, each until its next pause. Returns the result of
+    each.
     """
     results: dict[int, Result] = {}
     while len(results) < len(groups):

@@ -1,7 +1,7 @@
-"""State that no optimizer trains: buffers, and frozen parameters that code moves.
+"""State that no optimizer trains: buffers, and frozen parameters that code changes.
 
-[Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns,
-``untrained=`` of the engine; `default_kinds` decides for the others.
+[Note: kinds of untrained state] Every such tensor has one kind. Users set kinds by patterns with
+``untrained=`` of the engine; `default_kinds` chooses the others.
 
 =========  ==============================  ====================================================
 kind       by default                      its way through training
@@ -17,10 +17,10 @@ kind       by default                      its way through training
                                            first group.
 =========  ==============================  ====================================================
 
-A tensor that some group has changed travels, once all groups know of it. Constants do not travel,
-and keep their bits. Where all groups have changed whole numbers alike, as counters, each of them
-keeps and shows its present values. Buffers that are not persistent belong to a rank alone, unless a
-pattern names them.
+A tensor that some group has changed is exchanged once all groups know of it. Constants are not
+exchanged and remain bit-identical. If all groups have changed whole numbers in the same way, as in
+counters, each group keeps and shows its present values. Buffers that are not persistent belong to a
+single rank, unless a pattern names them.
 """
 
 import logging
@@ -42,21 +42,21 @@ from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, loca
 
 _log = logging.getLogger(__name__)
 
-# Buffers of one module that are larger than this travel only if they are smaller than half of the
-# trained parameters.
+# Buffers of one module that are larger than this are exchanged only if they are smaller than half
+# of the trained parameters.
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
-# How far the length of a vector of length one may differ from it; spectral norms and queues of
-# features have such vectors.
+# The tolerance for the length of vectors of length one, as in spectral norms and queues of
+# features.
 _TOLERANCE = 1e-3
 
-# One bit for each tensor that travels says whether it changed; further tensors share the last of
-# these. The highest bit says whether a tensor of the kind `own` changed.
+# One bit for each exchanged tensor shows whether it changed; further tensors share the last of
+# these bits. The highest bit shows whether a tensor of the kind `own` changed.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
 
-# About this many values of a tensor are compared at a launch.
+# The approximate number of values of a tensor that are compared at a launch.
 _SAMPLED = 64
 
 
@@ -69,7 +69,7 @@ class Kind(str, Enum):
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a model. The tensor itself is looked up at each use, because code may
+    """The place of a tensor in a model. The tensor is looked up at each use, because code may
     rebind it.
     """
 
@@ -99,14 +99,14 @@ class Place(NamedTuple):
         tensor: Tensor | None = self._held.get(self.key)
         if tensor is None:
             raise ValueError(
-                f"{self.name!r} was part of the model when it was cut into fragments, and is no"
-                " longer there. Replace or remove modules before training, or between epochs; in"
+                f"{self.name!r} was part of the model when it was cut into fragments, but no longer"
+                " exists. Replace or remove modules before training, or between epochs; in"
                 " your own loop call recut() afterwards, on all ranks."
             )
         return tensor
 
     def write(self, values: Tensor) -> None:
-        """Overwrites it, or binds a buffer anew where its shape has changed."""
+        """Overwrites the tensor, or rebinds a buffer if its shape has changed."""
         held = self.values
         if held.shape == values.shape:
             held.copy_(values)
@@ -115,7 +115,7 @@ class Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The part that this rank holds, without autograd. Writing to it writes to the model."""
+        """This rank's part of the tensor, without autograd. Writing to it writes to the model."""
         return local(self.tensor)
 
 
@@ -140,12 +140,12 @@ def kinds_of(
     model: nn.Module, named: Mapping[str, str], before: Mapping[str, Kind]
 ) -> dict[Place, Kind]:
     """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to
-    a rank alone.
+    a single rank.
 
     Args:
-        model: The model, as it is cut.
+        model: The model that is divided.
         named: Kinds by patterns of names, from the user.
-        before: Kinds by name, where the model was cut before.
+        before: Kinds by name, if the model was divided before.
     """
     places = list(untrained_places(model))
     _require_matches(model, places, named)
@@ -168,7 +168,7 @@ def kinds_of(
 
 
 def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
-    """Decides where no pattern of the user matches; see [Note: kinds of untrained state]."""
+    """Chooses the kind if no pattern of the user matches; see [Note: kinds of untrained state]."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained_bytes = 4 * sum(parameter.numel() for parameter in trained)
     most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)
@@ -188,7 +188,7 @@ def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind
 
 
 def has_mean(values: Tensor) -> bool:
-    """Returns whether the mean of such values is one of their kind.
+    """Returns whether the mean of such values is meaningful.
 
     Examples:
         >>> [has_mean(values) for values in (torch.zeros(3), torch.zeros(()), torch.arange(3), torch.eye(3))]
@@ -217,7 +217,7 @@ def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[s
             if parameter.requires_grad and fnmatchcase(name, pattern):
                 raise ValueError(
                     f"untrained={{{pattern!r}: ...}} names the trainable parameter {name!r}. It is"
-                    " for buffers and frozen parameters: what is trained is averaged anyway. Change"
+                    " for buffers and frozen parameters: trained ones are averaged anyway. Change"
                     " the pattern, or leave it out."
                 )
         shown = ", ".join(repr(place.name) for place in places[:5]) or "none"
@@ -232,7 +232,7 @@ def _require_whole(place: Place) -> None:
     if is_sharded(place.tensor):
         raise ValueError(
             f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded."
-            " Untrained state travels whole, from one rank of a group: keep it as a plain tensor,"
+            " Untrained state is sent whole, by one rank of a group: keep it as a plain tensor,"
             f" register it with persistent=False, or give untrained={{{place.name!r}: 'own'}}."
         )
 
@@ -241,7 +241,7 @@ def _require_whole(place: Place) -> None:
 
 
 def to_bytes(values: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, flat: a view of it where its memory is in one piece."""
+    """Returns the bytes of a tensor, flat; a view if the tensor is contiguous."""
     return values.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -255,12 +255,12 @@ def _is_whole(values: Tensor) -> Tensor:
 
 def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
     """Returns a tensor of the same shape and dtype as another one, from its bytes, as a copy."""
-    # A view of another dtype must begin at an address that the dtype allows.
+    # A view of another dtype must start at an aligned address.
     return flat.clone().view(like.dtype).view(like.shape)
 
 
 def all_alike(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns, for each value, whether tensors of one shape and dtype have the same bits there."""
+    """Returns, for each value, whether tensors of one shape and dtype are bit-identical there."""
     first = tensors[0]
     first_bytes = to_bytes(first)
     is_alike = torch.ones(first.numel(), dtype=torch.bool, device=first.device)
@@ -271,8 +271,8 @@ def all_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits; NaNs of the same bits are
-    alike.
+    """Returns whether two tensors have the same shape, dtype and bits; NaNs with the same bits are
+    equal.
     """
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
@@ -280,14 +280,14 @@ def are_alike(tensor: Tensor, other: Tensor) -> bool:
 
 
 def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[bool]]:
-    """Returns the plain mean over the groups, and which groups it leaves out.
+    """Returns the plain mean over the groups, and the groups that it leaves out.
 
-    A value that all groups hold alike keeps its bits, infinities included. A group that holds a
-    value which is not finite, and not the same everywhere, is left out.
+    A value that is the same in all groups remains bit-identical, including infinities. A group with
+    a value that is not finite and not the same everywhere is left out.
 
     Args:
         rows: The values, by group.
-        outer: The values to return where no group can count; None: those of the first group.
+        outer: The values to return if no group can count; None for those of the first group.
 
     Examples:
         >>> inf = float("inf")
@@ -310,11 +310,11 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
     """Mixes outer values into local ones, elementwise.
 
     Args:
-        values: The local values. Those that equal the outer ones keep their bits; others that are
-            not finite are replaced.
+        values: The local values. Those that equal the outer ones are unchanged; others that are not
+            finite are replaced.
         outer: The outer values.
         kept_share: The share of the local values in the mean.
-        is_kept: Where local values stay as they are: a truth value for each value, or one for all.
+        is_kept: Where local values are unchanged: a boolean for each value, or one for all.
     """
     # Code may have bound a tensor on another device.
     outer = outer.to(values.device, values.dtype)
@@ -330,15 +330,15 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of one tensor, and the senders that are left out because their
+    """Returns the new outer values of a tensor, and the senders that are left out because their
     values are not finite.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
-        sent: The values of all senders that count, by name, in their order.
-        outer: The outer values before.
-        keeps_outer: Whether these stay where no sender can count; otherwise the first ones sent are
-            taken.
+        sent: The values of all senders that count, by name, in order.
+        outer: The previous outer values.
+        keeps_outer: Whether these are kept if no sender can count; otherwise, the first values sent
+            are taken.
     """
     if kind is Kind.MEAN:
         rows = torch.stack([values.flatten() for values in sent.values()])
@@ -367,16 +367,15 @@ def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
 
 
 class Arrived(NamedTuple):
-    """The untrained state of a fragment that a flight brings, by index.
+    """The untrained state of a fragment that a flight delivers, by index.
 
     Attributes:
         outer: The new outer values.
-        is_alike: A truth value for each tensor: all groups have changed it to the same whole
-            numbers, as a counter.
-        is_kept: Truth values: this group keeps its own values, because all groups take those that
-            it sent.
-        own: By name, the state that the first site keeps; it comes with the last record of a
-            federation.
+        is_alike: A boolean for each tensor: whether all groups have changed it to the same whole
+            numbers, as with a counter.
+        is_kept: Booleans: whether this group keeps its own values, because all groups take those
+            that it sent.
+        own: By name, the state that the first site keeps, from the last record of a federation.
     """
 
     outer: Mapping[int, Tensor]
@@ -393,15 +392,15 @@ NOTHING = Arrived({}, {}, {}, {})
 
 
 class OwnState:
-    """Holds the state that each group keeps for itself, and detects that code has changed it since
-    the start.
+    """The state that each group keeps for itself. Detects whether code has changed it since the
+    start.
 
     Attributes:
         places: The places of its tensors in the model.
-        known: The names of tensors that an earlier cut of the model had.
-        digests: Digests at the start of training, by name, where the model was cut before; None
-            for tensors that were not alike in all groups.
-        of_first: By name, the values that the first site of a federation kept at its last round.
+        known: The names of tensors from earlier fragments of the model.
+        digests: Digests at the start of training, by name; None for tensors that differed between
+            groups.
+        of_first: By name, the values that the first site of a federation kept in its last round.
     """
 
     def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
@@ -416,8 +415,8 @@ class OwnState:
         self._has_changed = False
 
     def has_changed(self) -> bool:
-        """Compares a few values of each tensor; all values only if these or the versions of tensors
-        differ.
+        """Compares a few values of each tensor, and all values only if these or the versions of
+        tensors differ.
         """
         mark = self._marked()
         if mark != self._mark:
@@ -427,25 +426,25 @@ class OwnState:
         return self._has_changed
 
     def changed(self) -> list[Place]:
-        """Compares all values, and returns the places where they differ from those at the start."""
+        """Compares all values, and returns the places that have changed since the start."""
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
     def nbytes(self) -> list[int]:
-        """Returns how many bytes each tensor had when the model was cut, in all ranks of a
+        """Returns how many bytes each tensor had when the model was divided, over all ranks of a
         group.
         """
         forms = [self._forms[place.name] for place in self.places]
         return [shape.numel() * dtype.itemsize for shape, dtype in forms]
 
     def new_empty(self, place: Place) -> Tensor:
-        """Returns a tensor without values, of the shape and dtype that a tensor had when the model
-        was cut.
+        """Returns an uninitialised tensor of the shape and dtype that a tensor had when the model
+        was divided.
         """
         shape, dtype = self._forms[place.name]
         return torch.empty(shape, dtype=dtype, device=place.tensor.device)
 
     def shown_of_first(self) -> dict[str, Tensor]:
-        """Returns `of_first`, without tensors that code has replaced here by other shapes."""
+        """Returns `of_first`, without tensors whose shapes code has changed on this rank."""
         fitting = self.fitting(self.of_first)
         for name in self.of_first.keys() - fitting.keys():
             _log.warning(
@@ -456,8 +455,8 @@ class OwnState:
         return fitting
 
     def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those values, by name, that have the shape and dtype of a tensor which the model
-        holds whole.
+        """Returns those values, by name, that have the shape and dtype of an unsharded tensor of
+        the model.
         """
         fitting = dict[str, Tensor]()
         for place in self.places:
@@ -469,8 +468,8 @@ class OwnState:
         return fitting
 
     def copies(self) -> list[Tensor]:
-        """Copies the tensors that code has changed since the start and this rank holds whole; empty
-        tensors stand for the others.
+        """Copies the tensors that code has changed since the start and that this rank has whole;
+        empty tensors represent the others.
         """
         changed = list[str]()
         if self.has_changed():
@@ -491,8 +490,7 @@ class OwnState:
         for place in self.places:
             values = place.values
             versions.append((values.data_ptr(), place.tensor._version))
-            # Some code writes without the knowledge of autograd, as ``p.data.mul_()`` does, which
-            # changes no version.
+            # Some code bypasses autograd, as ``p.data.mul_()`` does, and changes no version.
             if values.is_contiguous():
                 stride = max(1, values.numel() // _SAMPLED)
                 samples.append(to_bytes(values.view(-1)[::stride]))
@@ -504,15 +502,16 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 class UntrainedState:
-    """Holds the untrained state of a fragment: tensors that travel with it and have outer values,
+    """The untrained state of a fragment: tensors that are exchanged with it and have outer values,
     and tensors that groups keep.
 
     Attributes:
-        kinds: The kind of each tensor that travels.
-        outer: The outer values of each tensor that travels: at least float32 for a mean, its own
-            dtype otherwise.
-        own: The tensors that do not travel.
-        own_moved: Some group has changed a tensor of the kind `own`: known alike in all groups.
+        kinds: The kind of each exchanged tensor.
+        outer: The outer values of each exchanged tensor: at least float32 for a mean, otherwise the
+            tensor's dtype.
+        own: The tensors that are not exchanged.
+        own_moved: Whether some group has changed a tensor of the kind `own`; the same in all
+            groups.
     """
 
     def __init__(
@@ -529,34 +528,34 @@ class UntrainedState:
         self.own_moved: bool = any(state.own_moved for state in before)
         self._places = [place for place in kinds if kinds[place] is not Kind.OWN]
         self.kinds = [kinds[place] for place in self._places]
-        # Patterns of names whose kind a user has chosen; the others follow from the first values.
+        # Patterns of names whose kind a user has set; the other kinds follow from the first values.
         self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
         self._has_warned = False
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # Whole numbers that have changed alike in all groups: each group shows its present values,
-        # which are newer than the outer ones.
+        # Whether whole numbers have changed in the same way in all groups. Each group shows its
+        # present values of these, which are newer than the outer ones.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        # The tensors that code has overwritten in a validation: an earlier flight must not land on
-        # them.
+        # The tensors that code has overwritten in a validation, on which an earlier flight must not
+        # land.
         self._rewritten = set[int]()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors that travel."""
+        """The names of the exchanged tensors."""
         return tuple(place.name for place in self._places)
 
     @property
     def frozen_places(self) -> list[Place]:
-        """The places of frozen parameters that travel."""
+        """The places of exchanged frozen parameters."""
         return [place for place in self._places if place.is_parameter]
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors of the model that travel."""
+        """Returns the exchanged tensors of the model."""
         return [place.tensor for place in self._places]
 
     def kinds_by_name(self) -> dict[str, Kind]:
-        """Returns the kinds of all tensors, those that travel and those that groups keep."""
+        """Returns the kinds of all tensors, exchanged or kept by groups."""
         kinds = dict(zip(self.names, self.kinds, strict=True))
         return kinds | {place.name: Kind.OWN for place in self.own.places}
 
@@ -568,16 +567,18 @@ class UntrainedState:
         return values.to(dtype, copy=True)
 
     def note_rewritten(self, names: Collection[str]) -> None:
-        """Notes tensors that code has overwritten, instead of training: flights hold older values."""
+        """Records tensors that code has overwritten, so that flights with older values do not land
+        on them.
+        """
         self._rewritten |= {index for index, name in enumerate(self.names) if name in names}
 
     def launched(self) -> None:
-        """Notes that a flight carries the present values of the model."""
+        """Records that a flight contains the present values of the model."""
         self._rewritten.clear()
 
     def let_go(self) -> None:
-        """Puts copies in the place of tensors that the model no longer has, or has in another shape,
-        until it is cut again.
+        """Replaces tensors that the model no longer has, or has in another shape, by copies until
+        the model is divided again.
         """
         self.own.places = [place for place in self.own.places if place.is_there]
         for index, place in enumerate(self._places):
@@ -587,10 +588,10 @@ class UntrainedState:
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
     def expect_unlike(self, alike: Collection[str]) -> None:
-        """Notes frozen parameters that may differ between groups, such as those of a new copy.
+        """Records frozen parameters that may differ between groups, such as those of a new copy.
 
         Args:
-            alike: The names of tensors that are alike in all groups.
+            alike: The names of tensors that are the same in all groups.
         """
         for place in self.own.places:
             if place.name not in alike and place.name not in self.own.known:
@@ -598,19 +599,19 @@ class UntrainedState:
                 self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
-        """Copies the present values of the tensors that travel; the outer values, where code has
+        """Copies the present values of the exchanged tensors, or their outer values if code has
         bound a tensor that cannot be exchanged.
         """
         copies = list[Tensor]()
         for index, outer in enumerate(self.outer):
             values = self._places[index].values if self._is_exchanged(index) else outer
-            # Groups know how long each tensor is, whatever code has bound.
+            # Groups expect a fixed length for each tensor, whatever code has bound.
             copies.append(values.to(outer.device, outer.dtype, copy=True))
         return copies
 
     def _fits(self, index: int) -> bool:
-        """Returns whether the outer values can hold the values of the model: their shape, and every
-        value of their dtype.
+        """Returns whether the outer values can represent the values of the model: their shape, and
+        every value of their dtype.
         """
         values = self._places[index].values
         if values.shape != self._shapes[index]:
@@ -655,7 +656,7 @@ class UntrainedState:
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
         """Returns the indices of the tensors that a site sends: those that differ from the outer
-        values, and behind them those of the kind `own` that are not empty.
+        values, followed by those of the kind `own` that are not empty.
         """
         changed = list[int]()
         for index, outer in enumerate(self.outer):
@@ -667,11 +668,12 @@ class UntrainedState:
         return changed
 
     def size(self, snapshot: Sequence[Tensor], indices: Iterable[int]) -> float:
-        """Returns how large the tensors at some indices of a snapshot are: the largest value of a
-        tensor over its largest outer value, or over 1 if these are all 0; of all tensors the most.
+        """Returns the size of the tensors at some indices of a snapshot: the largest value of a
+        tensor divided by its largest outer value, or by 1 if these are all 0; the maximum over all
+        tensors.
 
-        Whole numbers, and tensors that groups keep, do not count. It is `NOT_FINITE` if a value is
-        not finite whose outer value is.
+        Whole numbers, and tensors that groups keep, do not count. The size is `NOT_FINITE` if a
+        value is not finite but its outer value is.
         """
         extents = list[Tensor]()
         for index in indices:
@@ -692,7 +694,7 @@ class UntrainedState:
         return self.outer[index].numel() * self.outer[index].element_size()
 
     def commit(self, arrived: Arrived, changed: int) -> None:
-        """Takes new outer values, and notes that some group has changed a tensor of the kind
+        """Takes new outer values, and records whether some group has changed a tensor of the kind
         `own`.
         """
         for index, values in arrived.outer.items():
@@ -702,8 +704,8 @@ class UntrainedState:
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Takes outer values that have arrived into the local ones; means are mixed. With a share of
-        1, groups train apart.
+        """Writes outer values that have arrived into the local ones; means are mixed. With a share
+        of 1, groups train separately.
         """
         for index in arrived.outer:
             is_mean = self.kinds[index] is Kind.MEAN
@@ -714,8 +716,8 @@ class UntrainedState:
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; counters that all groups have changed alike keep
-        their present values.
+        """Shows the outer values in the model; counters that all groups have changed in the same
+        way keep their present values.
         """
         for index, is_alike in enumerate(self._is_alike):
             if self._is_exchanged(index):
@@ -730,13 +732,13 @@ class UntrainedState:
                 mix_in(values, self.outer[index], 0.0, is_kept & values.isfinite())
 
     def write_values(self, outer: Mapping[int, Tensor]) -> None:
-        """Shows values that a flight has brought, instead of the outer ones."""
+        """Shows values that a flight has delivered, instead of the outer ones."""
         for index, values in outer.items():
             if self._is_exchanged(index):
                 self._places[index].values.copy_(values)
 
     def take_local(self) -> None:
-        """Makes the local values the outer ones: all groups hold the same."""
+        """Makes the local values, which are the same in all groups, the outer ones."""
         self.outer = self.snapshot()
 
     def named(self) -> dict[str, Tensor]:
@@ -782,7 +784,7 @@ class UntrainedState:
         self.own.of_first = dict(state["own_of_first"])
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
-        """Takes outer values by name; a tensor that is not named keeps its values."""
+        """Takes outer values by name; other tensors keep their values."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
 
@@ -808,14 +810,13 @@ def untrained_state_of(
     named: Mapping[str, str],
     before: Sequence[UntrainedState] = (),
 ) -> list[UntrainedState]:
-    """Assigns every tensor to the fragment that holds parameters of its module, or of the nearest
-    one.
+    """Assigns every tensor to the fragment with parameters of its module, or of the nearest module.
 
     Args:
         model: The model.
-        fragments: How it is cut.
+        fragments: The fragments of the model.
         named: Kinds by patterns of names, from the user.
-        before: The untrained state of the former cut.
+        before: The untrained state of the former fragments.
     """
     fragment_of = _fragments_of_modules(fragments)
     kinds: list[dict[Place, Kind]] = [{} for _ in fragments]
@@ -841,7 +842,7 @@ def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...]
     return fragment_of
 
 
-# The untrained state that groups send, and on which all of them agree
+# The untrained state that groups send, and on which they all agree
 
 
 def agreed(
@@ -851,16 +852,16 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, and behind them a byte for each tensor: all groups have
-    changed it alike.
+    """Returns the new outer values as bytes, followed by a byte for each tensor that shows whether
+    all groups have changed it in the same way.
 
-    Only whole numbers count as changed alike: groups may hold other values alike once, by chance,
-    and no more when these are shown.
+    This applies only to whole numbers: other values may be equal in all groups once, by chance, but
+    differ when they are shown.
 
     Args:
         state: The untrained state of the fragment.
-        sent: The bytes of each tensor that travels, by its index and the name of the sender: all
-            senders that count, in their order.
+        sent: The bytes of each exchanged tensor, by its index and the name of the sender: all
+            senders that count, in order.
         keeps_outer: As for `new_outer`.
         speaks: Whether to log the senders whose values are left out.
     """
@@ -872,7 +873,7 @@ def agreed(
         tensors = {sender: from_bytes(piece, like=before) for sender, piece in senders.items()}
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
         if spoilt and all_alike([before, *tensors.values()]).all():
-            # A constant that is not finite stays as it is: no group has changed it.
+            # A constant that is not finite is kept: no group has changed it.
             new = before
             spoilt = []
         values.append(to_bytes(new))
@@ -909,7 +910,7 @@ def arrived(
         outer[index] = from_bytes(pieces[position], like=before)
         is_alike[index] = pieces[len(sizes) + position].view(()).bool()
         is_same = all_alike([snapshot[index], outer[index]])
-        # Of a tensor that is no mean, a group keeps all values or none.
+        # A group keeps all or none of the values of a tensor that is not a mean.
         is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
     return Arrived(outer, is_alike, is_kept, {})
 
@@ -919,19 +920,21 @@ def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
     return sum(state.nbytes(index) + 1 for index in travelling)
 
 
-# The state that groups keep is shown as the first group has it
+# The state that groups keep is shown with the first group's values
 
 
 def buffer_places(model: nn.Module) -> list[Place]:
-    """Returns the places of all buffers of a model, also of those that belong to a rank alone."""
+    """Returns the places of all buffers of a model, including those that belong to a single
+    rank.
+    """
     return [place for place in untrained_places(model) if not place.is_parameter]
 
 
 def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
-    """Returns the tensors that the first group keeps, by name, where this rank holds other values.
+    """Returns the tensors that the first group keeps, by name, where this rank has other values.
     All ranks must call it.
 
-    The first group is the lowest one that holds no NaN in tensors that differ.
+    The first group is the lowest one without NaN in tensors that differ.
     """
     places = [place for state in states for place in state.own.places]
     if not places or topology.world.size == 1:
@@ -953,8 +956,8 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
 
 
 def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
-    """Returns the places where ranks hold other values, of the same shape and dtype. All ranks must
-    call it.
+    """Returns the places where ranks have different values of the same shape and dtype. All ranks
+    must call it.
     """
     digests = list[tuple[int, list[int | str]]]()
     for place in places:
@@ -965,7 +968,7 @@ def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
     for index, place in enumerate(places):
         holders = ranks
         if is_sharded(place.tensor):
-            # Ranks that hold the same part of a sharded tensor are compared with each other.
+            # Ranks with the same part of a sharded tensor are compared with each other.
             holders = ranks[topology.group_rank :: topology.group_size]
         held = [rank[index] for rank in holders]
         _, first_form = held[0]

@@ -2,23 +2,23 @@
 
 [Note: copies of the weights] Some optimizers step on a copy of the weights and then write the
 parameters from it: the float32 masters of bfloat16 parameters, z of schedule-free optimizers, the
-slow weights of Lookahead. The next step would throw away what a landing wrote into the parameters
-alone. So a landing moves the copies by as much as the parameters, in float32. For a schedule-free
-optimizer, which trains on y = (1 - beta) z + beta x, that moves x by as much, too. Where parameters
-are overwritten for good, with the outer ones, the copies become these.
+slow weights of Lookahead. If a landing wrote only to the parameters, the next step would undo it.
+So a landing moves the copies by the same amount as the parameters, in float32. For a schedule-free
+optimizer, which trains on y = (1 - beta) z + beta x, this also moves x by that amount. If
+parameters are overwritten permanently with the outer ones, so are the copies.
 
-The behaviour of the optimizer shows its copies, since no values do: z differs from the parameter
-after one step. A new optimizer of the same class and settings trains a few small tensors twice,
-with the same gradients; in the second run the tensors are shifted after two steps. If the shift
-shrinks, there is a copy. If a shift of an entry of the state with similar values comes out in the
-tensors, that entry is one. All shifts together must come out whole, or moving these entries is not
-enough and the optimizer is refused. The learning rate is tiny and weight decay off, so nothing else
-changes a shift.
+Copies are detected by the behaviour of the optimizer, because values are not enough: z differs from
+the parameter after one step. A new optimizer of the same class and settings trains a few small
+tensors twice, with the same gradients; in the second run, the tensors are shifted after two steps.
+If the shift shrinks, there is a copy. If shifting an entry of the state with similar values affects
+the tensors, that entry is a copy. All shifts together must be preserved in full; otherwise, moving
+these entries is not enough, and the optimizer is refused. The learning rate is tiny and weight
+decay is off, so nothing else changes a shift.
 
 While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix
-each group's z into it. So the entries refer to the shown parameters meanwhile: whatever is
-interpolated with itself stays. After the end of training they are new tensors with the final
-parameters, from which another training may start.
+each group's z into it. So during that time, the entries refer to the shown parameters:
+interpolating a value with itself does not change it. After the end of training, they are new
+tensors with the final parameters, from which another training may start.
 """
 
 import inspect
@@ -46,12 +46,12 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _STEPS_BEFORE = 2
 _STEPS_AFTER = 32
 _TINY_RATE = 1e-6
-# Beyond this the small tensors have been trained in spite of the rate, and a difference means
-# nothing.
+# Beyond this, the small tensors have been trained despite the tiny rate, and differences are
+# meaningless.
 _FARTHEST = 0.02
 # Other values in the state, such as moments, are further from the parameters.
 _NEAR = 0.05
-# How far the result of a shift by 1 may be rounded, in float32 and with shorter parameters.
+# The tolerance for rounding of a shift by 1, in float32 and with shorter types.
 _TOLERANCE = 2e-3
 _TOLERANCE_OF_SHORT = 3e-2
 
@@ -74,21 +74,21 @@ class WeightCopies:
                 self._names[id(optimizer)] = names
         # The parameters of the fragments, by name.
         self._parameters: Mapping[str, Tensor] = {}
-        # The copies that stand-ins replace in the state, while another model is shown.
+        # The copies that are replaced in the state while another model is shown.
         self._hidden: list[_Copy] = []
-        # The modes of the optimizers from before another model was shown; None while none is.
+        # The modes of the optimizers before another model was shown; None while none is shown.
         self._modes_before: list[bool] | None = None
-        # Training has ended: copies stay as they are, for a longer run.
+        # Training has ended: copies are no longer changed, for a longer run.
         self._has_ended = False
-        # The state has an entry of every name that a user gave.
+        # The state has an entry for every name that a user gave.
         self._is_checked = False
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Takes the parameters of the fragments, by name."""
+        """Sets the parameters of the fragments, by name."""
         self._parameters = parameters
 
     def of(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the copies that follow each parameter, as far as this rank holds them."""
+        """Returns this rank's parts of the copies of each parameter."""
         copies = [list[Tensor]() for _ in parameters]
         if self._keepers and not self._has_ended:
             self._check_names()
@@ -99,8 +99,8 @@ class WeightCopies:
     # While another model is shown, and after the end
 
     def hide(self) -> None:
-        """Lets optimizers that switch between two weights see the parameters themselves in place
-        of their copies.
+        """Replaces the copies of optimizers that switch between two sets of weights by the
+        parameters themselves.
         """
         self._modes_before = self._modes()
         self._hidden = [copy for copy in self._all() if copy.is_switched]
@@ -108,8 +108,8 @@ class WeightCopies:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
 
     def show(self) -> None:
-        """Puts the copies back. Optimizers are again in the mode from before, unless they were
-        switched to training.
+        """Restores the copies. Optimizers return to their former mode, unless they were switched to
+        training.
         """
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
@@ -125,7 +125,7 @@ class WeightCopies:
                     part.train()
 
     def freeze(self) -> None:
-        """Leaves the copies as they are, for a longer run, before the last landings."""
+        """Keeps the copies unchanged, for a longer run, before the last landings."""
         self._has_ended = True
 
     def end(self) -> None:
@@ -137,10 +137,10 @@ class WeightCopies:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns modes, and the copies that an optimizer does not restore.
+        """Returns the modes, and the copies that an optimizer does not restore.
 
-        It restores stand-ins while a model is shown, and torch casts state to the type of the
-        parameter.
+        It would restore the replacements while a model is shown, and torch casts state to the type
+        of the parameter.
         """
         if not self._keepers:
             return {}
@@ -148,7 +148,7 @@ class WeightCopies:
         for copy in self._all():
             if self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
                 copies.append(copy)
-        # The hidden copies come last, and replace their stand-ins.
+        # The hidden copies come last, and overwrite their replacements.
         copies += self._hidden
         values: dict[str, dict[str, Tensor]] = {}
         for copy in copies:
@@ -157,7 +157,7 @@ class WeightCopies:
         return {"weight_copies": {"modes": list(modes), "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, after the state of the optimizers."""
+        """Restores the result of `state_dict`, after the state of the optimizers."""
         saved = state.get("weight_copies")
         if saved is None or not self._keepers:
             return
@@ -172,10 +172,10 @@ class WeightCopies:
             self._set_modes(saved["modes"])
 
     def align(self, topology: Topology) -> None:
-        """Gives all ranks the copies of rank 0, whose parameters they have just taken. All ranks
+        """Gives all ranks the copies of rank 0, whose parameters they have just received. All ranks
         must call it.
 
-        Optimizers that copy the weights when they are made have copies of the values from before.
+        Optimizers that copy the weights when they are created have copies of the former values.
         """
         if not self._keepers:
             return
@@ -189,7 +189,7 @@ class WeightCopies:
                 group.broadcast(local(copies[name]))
 
     def renew(self, parameters: Mapping[str, Tensor]) -> None:
-        """Overwrites the copies of some parameters, which were overwritten, by the parameters."""
+        """Overwrites the copies of overwritten parameters with the parameters."""
         for name, parameter in parameters.items():
             for copy in self._copies_of(name, parameter):
                 if copy.tensor.shape == parameter.shape:
@@ -218,7 +218,7 @@ class WeightCopies:
                         yield _Copy(name, parameter, state, key, state[key], is_switched)
 
     def _check_names(self) -> None:
-        """Refuses a name that no parameter's state has, once there is a state."""
+        """Refuses a name that is in no parameter's state, once there is a state."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -241,7 +241,7 @@ class WeightCopies:
                 )
 
     def _with_modes(self) -> Iterator[dict[str, Any]]:
-        """Yields the dictionaries in which the optimizers note their training mode: groups, or
+        """Yields the dictionaries in which the optimizers store their training mode: groups, or
         attributes.
         """
         for part in self._parts():
@@ -267,18 +267,18 @@ class _Copy(NamedTuple):
     key: str
     tensor: Tensor
     is_switched: bool
-    """The optimizer has ``eval()`` and ``train()``, which write to the parameters."""
+    """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
 
     def like(self, values: Tensor) -> Tensor:
-        """Returns values of the parameter as this copy holds them: itself where it has the same
-        type.
+        """Returns values of the parameter in the form of this copy, without copying them if the
+        type is the same.
         """
         held = values if is_sharded(self.tensor) else local(values)
         return held.to(self.tensor.dtype)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Returns an optimizer and those that it holds, such as the one that it wraps."""
+    """Returns an optimizer and those inside it, such as the one that it wraps."""
     parts = [optimizer]
     for part in parts:
         for value in vars(part).values():
@@ -289,13 +289,15 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Returns whether a value is an optimizer, or has what Lightning asks of one."""
+    """Returns whether a value is an optimizer, or has what Lightning requires of one."""
     names = ("param_groups", "state", "step", "zero_grad")
     return isinstance(value, Optimizer) or all(hasattr(value, name) for name in names)
 
 
 def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
-    """Returns the states that an optimizer and its parts keep of a parameter, shared ones once."""
+    """Returns the states that an optimizer and its parts keep for a parameter, shared states
+    once.
+    """
     states: dict[int, dict[str, Any]] = {}
     for part in parts_of(optimizer):
         state = part.state.get(parameter)
@@ -317,7 +319,7 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
     named = getattr(optimizer, _ATTRIBUTE, None)
     if named is not None:
         return (named,) if isinstance(named, str) else tuple(named)
-    # No optimizer of torch keeps a copy from which it trains.
+    # None of torch's optimizers keeps a copy from which it trains.
     if type(optimizer).__module__.startswith("torch.optim.") or not is_optimizer(optimizer):
         return ()
     finding = _finding(optimizer)
@@ -329,8 +331,8 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
     if finding.is_elsewhere:
         raise ValueError(
             f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would"
-            " throw away what lands, and the entries of optimizer.state[parameter] do not explain"
-            " it. If it keeps float32 weights for parameters of lower precision, train float32"
+            " undo every landing, and the entries of optimizer.state[parameter] do not explain it."
+            " If it keeps float32 weights for parameters of lower precision, train float32"
             " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise keep the"
             " copy in optimizer.state[parameter], or name the entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
@@ -342,11 +344,11 @@ class _Finding(NamedTuple):
     names: tuple[str, ...] = ()
     """The entries of the state that are copies."""
     is_elsewhere: bool = False
-    """There is a copy that these entries do not explain."""
+    """Whether there is a copy that these entries do not explain."""
 
 
 class _Small(NamedTuple):
-    """Describes a small tensor that stands for parameters of a group."""
+    """Describes a small tensor that represents parameters of a group."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -365,7 +367,7 @@ class _Small(NamedTuple):
 
 @dataclass
 class _Recipe:
-    """Says how to make an optimizer of the same class and settings for small tensors."""
+    """Describes how to make an optimizer of the same class and settings for small tensors."""
 
     kind: type
     arguments: dict[str, Any]
@@ -422,10 +424,10 @@ def _overwrite_number(group: dict[str, Any], key: str, number: float) -> None:
 
 
 _PARAMETERS = {"params", "parameters", "param_groups"}
-"""The names by which constructors take parameters."""
+"""The names under which constructors accept parameters."""
 
 _GROUPS = object()
-"""Stands for the groups of parameters among the arguments of a constructor."""
+"""Represents the groups of parameters among the arguments of a constructor."""
 
 
 class _Twin(NamedTuple):
@@ -463,8 +465,8 @@ class _Twin(NamedTuple):
         return entries
 
     def similar_entries(self) -> list[str]:
-        """Returns the names of the entries that have about the values of the parameters, as copies
-        of them have.
+        """Returns the names of the entries whose values are close to the parameters, as those of
+        copies are.
         """
         similar = []
         for name, entries in self.entries().items():
@@ -482,7 +484,7 @@ _by_recipe: dict[tuple[type, str], _Finding | None] = {}
 
 
 def _finding(optimizer: Any) -> _Finding | None:
-    """Finds the copies that an optimizer keeps; returns None if no small twin of it can be made or
+    """Finds the copies that an optimizer keeps; returns None if no small twin can be made or
     trained.
     """
     try:
@@ -514,7 +516,7 @@ def _try_out(recipe: _Recipe) -> _Finding | None:
         ):
             warnings.simplefilter("ignore")
             return _play(recipe)
-    # Optimizers of other libraries may raise anything when they train unusual tensors.
+    # Optimizers of other libraries may raise any error when they train unusual tensors.
     except Exception as error:
         _log.debug(
             "Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error
@@ -538,12 +540,12 @@ def _play(recipe: _Recipe) -> _Finding | None:
     unshifted = _trained(recipe, None)
     if not _is_near(unshifted, initial, _FARTHEST):
         return None if recipe.is_exact else _play(recipe.in_float32())
-    # The share of a shift by 1 that comes out in every value.
+    # The share of a shift by 1 that is preserved in every value.
     share = _trained(recipe, "") - unshifted
     if bool(((share - 1).abs() <= tolerance).all()):
         return _Finding()
     if bool((share > 1 + tolerance).any()):
-        # The optimizer steps by values of the parameters.
+        # The steps of the optimizer depend on the values of the parameters.
         return None
     copies = dict[str, Tensor]()
     for name in twin.similar_entries():
@@ -555,8 +557,8 @@ def _play(recipe: _Recipe) -> _Finding | None:
     if copies and is_whole:
         return _Finding(tuple(copies))
     if not recipe.is_exact:
-        # A value that is interpolated again and again is rounded again and again, so float32
-        # parameters may explain the copy.
+        # A value that is interpolated repeatedly is rounded repeatedly, so float32 parameters may
+        # explain the copy.
         finding = _play(recipe.in_float32())
         if finding is not None and finding.names:
             return finding
@@ -572,7 +574,7 @@ def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
 
     Args:
         recipe: The optimizer.
-        shifted: The name of the entry; "": the parameters themselves; None: nothing is shifted.
+        shifted: The name of the entry, "" for the parameters themselves, or None to shift nothing.
     """
     torch.manual_seed(0)
     twin = recipe.build()
@@ -594,8 +596,8 @@ class _UnknownArgumentError(Exception):
 
 
 def _recipe_for(optimizer: Any) -> _Recipe:
-    """Finds the arguments of an optimizer's constructor among defaults and attributes of the same
-    name.
+    """Finds the arguments of an optimizer's constructor among its defaults and attributes of the
+    same name.
     """
     arguments: dict[str, Any] = {}
     accepted = _accepted(type(optimizer))
@@ -607,7 +609,7 @@ def _recipe_for(optimizer: Any) -> _Recipe:
             continue
         value = _value_of(name, optimizer)
         if is_optimizer(value):
-            # Next to parameters the class is expected, as SAM does.
+            # Next to parameters, the class is expected, as in SAM.
             arguments[name] = type(value) if takes_groups else _recipe_for(value)
         elif _is_plain(value):
             arguments[name] = _number(value)
@@ -627,7 +629,7 @@ def _value_of(name: str, optimizer: Any) -> Any:
 
 
 def _accepted(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the named arguments of a constructor, and of the constructors to which it hands on
+    """Returns the named arguments of a constructor, and of the constructors to which it passes
     other arguments.
     """
     accepted: dict[str, inspect.Parameter] = {}
@@ -646,8 +648,8 @@ def _accepted(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
-    # Entries that a constructor does not take, such as a count of steps, begin anew; a constructor
-    # may take whole groups.
+    # Entries that a constructor does not accept, such as a step count, start afresh; a constructor
+    # may accept whole groups.
     takes_whole_groups = accepted <= _PARAMETERS
     groups = []
     for group in optimizer.param_groups:
@@ -668,7 +670,7 @@ def _number(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is data, which two optimizers may share."""
+    """Returns whether a value is plain data, which two optimizers may share."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

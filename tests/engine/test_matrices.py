@@ -213,7 +213,7 @@ def test_invalid_directions_are_refused() -> None:
     words = rf"returned values of shape {shape} and torch.float32 for float32 matrices"
     assert_direction_refused(words, direction=halved)
     assert_direction_refused("direction='polar' is out of range", direction="polar")
-    words = "which knows none. Leave one of them out"
+    words = "which uses none. Leave one of them out"
     assert_direction_refused(words, direction="elementwise", matrices={"0.weight": 1})
 
 
