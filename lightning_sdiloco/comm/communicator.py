@@ -283,7 +283,7 @@ def decode(encoded: bytes) -> PlainValue:
         described = json.loads(bytes(encoded[_HEAD:end]))
         return _Buffers(memoryview(encoded)[end:]).value(described)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
+        raise ValueError(f"Another rank sent data that is not a plain value: {error!r}.") from error
 
 
 def _described(value: object, buffers: list[bytes]) -> object:
@@ -324,7 +324,7 @@ class _Buffers:
 
     def _take(self, size: int) -> bytearray:
         if not 0 <= size <= len(self._remaining):
-            raise ValueError(f"{size} bytes are said to follow, and {len(self._remaining)} do")
+            raise ValueError(f"{size} bytes were announced, but {len(self._remaining)} follow")
         taken = bytearray(self._remaining[:size])
         self._remaining = self._remaining[size:]
         return taken
@@ -332,7 +332,7 @@ class _Buffers:
     def value(self, described: object) -> object:
         """Returns the value that `_described` has described."""
         if isinstance(described, dict):
-            raise ValueError("an object stands where a value belongs")
+            raise ValueError("an object was found in place of a value")
         if not isinstance(described, list):
             return described
         kind, *parts = described

@@ -445,9 +445,9 @@ def nccl_on(device: torch.device) -> DeviceBackend:
     """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA"
-            " devices only. Train on CUDA devices, or leave ':nccl' out for gloo, which works on"
-            " every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL supports"
+            " only CUDA devices. Train on CUDA devices, or leave ':nccl' out for gloo, which works"
+            " on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
@@ -523,8 +523,9 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over"
-                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME"
-                " names the interface. Correct it on every machine, or leave ':nccl' out for gloo."
+                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs the attempts, and"
+                " NCCL_SOCKET_IFNAME selects the interface. Set it on every machine, or leave"
+                " ':nccl' out for gloo."
             ) from error
 
     @override

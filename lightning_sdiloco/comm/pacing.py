@@ -115,7 +115,7 @@ class Connection(NamedTuple):
             counted = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(counted) < _INFO_BYTES:
             raise OSError(
-                "This Linux is older than 4.10, and does not say how long a connection was busy."
+                "This Linux is older than 4.10 and does not report how long a connection was busy."
             )
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(counted)
         return Counters(
@@ -143,7 +143,7 @@ class Connection(NamedTuple):
     def _opened(self) -> Iterator[socket.socket]:
         """Opens the socket, which its owner continues to own."""
         if os.fstat(self.descriptor).st_ino != self.inode:
-            raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
+            raise OSError(f"The connection of descriptor {self.descriptor} no longer exists.")
         # Given a family and a type, Python does not query the kernel for them.
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.descriptor)
         try:
