@@ -281,7 +281,7 @@ class Coordinator:
             )
         if self._founding.again:
             self._found_again()
-            return f"run {self.run!r} continues from what its sites hold"
+            return f"run {self.run!r} continues from the state of its sites"
         founder = self._founding.founder
         if not self._states.founds:
             self._states.ask_donor(founder, founding=True)
@@ -661,7 +661,7 @@ class Coordinator:
             if request.for_snapshot:
                 self._states.keep(state, {})
                 self._check_snapshot(state.header)
-                log.info("%s has left a state as a snapshot", request.donor)
+                log.info("%s has sent a state as a snapshot", request.donor)
             self._states.hand_on(request, state, self.ledger.terms.lease)
 
     def _found_run(self, state: Snapshot) -> None:

@@ -492,7 +492,7 @@ class Follower:
         if seconds > self._patience:
             raise ExchangeError(
                 f"{self.site} has not reached the hub for {seconds:.0f} s, longer than"
-                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: restart"
+                f" patience={self._patience:.0f} s. Its checkpoint contains its training: restart"
                 f" it when the hub is back. {why}".rstrip()
             )
 
