@@ -1,24 +1,24 @@
-"""How much of the possible work counts where sites stall now and then: with a quorum, and waiting
-for all.
+"""Measures how much of the possible work counts if sites stall now and then: with a quorum, and
+when waiting for all.
 
     python -m benchmarks.backup_workers [--quick] [--json FILE]
 
-Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2
-% of its rounds a site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules
-are the real ones, `Ledger` and `Follower`, without tensors. In the last two rows nobody stalls, and
-one site sends what it launches 8 s late.
+Eight sites train in rounds of 30 s (30 inner steps of a second). A launch lands 5 s later. In 2 %
+of its rounds, a site stalls for 60 s but continues to send heartbeats. Time is virtual; the rules
+are the real ones, `Ledger` and `Follower`, without tensors. In the last two rows, no site stalls,
+but one site sends its launches 8 s late.
 
-- **goodput**: inner steps that counted in a record, over those that all sites could make in that
-  time if nobody stalled or waited. Each site stalls for 1.2 s in 30 s of training, so that 30 /
-  31.2 = 96.2 % is the most there can be.
-- **counted**: inner steps that counted, over those that were trained. The rest is pending at the
-  end, or was dropped.
-- **on time**: launches that counted in the round for which they were made, over all launches.
-- **landing**: mean seconds from a launch that counted until it landed.
+- **goodput**: inner steps that counted in a record, divided by those that all sites could take in
+  that time if none stalled or waited. Each site stalls for 1.2 s in 30 s of training, so the
+  maximum is 30 / 31.2 = 96.2 %.
+- **counted**: inner steps that counted, divided by those that were trained. The rest is pending at
+  the end or was dropped.
+- **on time**: launches that counted in the round for which they were made, divided by all launches.
+- **landing**: mean seconds from a launch that counted to its landing.
 
-A site that was late carries what it has trained and trains on. With *idle catch-up* it trains no
-further until others begin the next round. Waiting for all in a fixed world is played with its own
-rule: nobody goes beyond a landing before the launches of all are there.
+A late site carries its training and continues to train. With *idle catch-up*, it does not train
+until others begin the next round. For groups that are launched together, waiting for all is
+simulated with their own rule: no group continues past a landing before all launches have arrived.
 """
 
 import heapq

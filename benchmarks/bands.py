@@ -1,4 +1,4 @@
-"""Draws what a wrong H or a wrong inner learning rate costs four groups, from the runs of
+"""Draws the cost of a wrong H or a wrong inner learning rate with four groups, from the runs of
 ``benchmarks.quality --stage bands``.
 
     python -m benchmarks.bands [--json docs/benchmarks/quality.json] [--picture FILE]

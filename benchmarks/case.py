@@ -1,4 +1,4 @@
-"""What is trained over slow links: the same for all methods. Needs nothing but torch."""
+"""The model and data that all methods train over slow links. This module needs only torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

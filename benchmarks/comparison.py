@@ -1,5 +1,5 @@
-"""How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and
-as a picture.
+"""Compares settings with DDP in pairs of runs with the same data and start, as a table and as a
+picture.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compression [--speed VALUES] [--two-shots] [--quick] [--json FILE]
 
---speed measures the speeds of what has a name alone, --two-shots what the second rounding of two
-shots costs, beside a gather and its bytes. The outer gradients are those of DiLoCo on small models,
-and synthetic ones that are harder.
+--speed measures only the speeds of named compressions. --two-shots measures the cost of the second
+rounding in two shots, compared with a gather, and the bytes. The outer gradients come from DiLoCo
+on small models; harder ones are synthetic.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""What worker groups cost in loss at ten million parameters and more, on one GPU; see PLAN.md.
+"""Measures the cost of worker groups in loss with ten million parameters and more, on one GPU; see
+PLAN.md.
 
     python -m benchmarks.curve --corpus data/linux.xz [--size 10M] [--device cuda] [--workers N]
                                [--minutes M] [--quick] [--json FILE]
 
-`benchmarks.corpus` makes the corpus. DDP (M=1) and 4 and 8 groups share one batch in each step, so
-all train on the same tokens in the same order, in as many steps. Groups have the settings that the
-strategy chooses by itself, but for an H of 30, that of the published curves.
+`benchmarks.corpus` makes the corpus. DDP (M=1) and 4 and 8 groups use the same total batch in each
+step, so all train on the same tokens in the same order and number of steps. Groups use the settings
+that the strategy chooses, except for H=30, as in the published curves.
 
-Groups have the inner learning rate that a smaller model had; DDP tries a second one, and its better
-run counts. Beside them stand groups of which every value steps by itself, and DDP with the same
-outer step. With --json every run is kept at once, and runs that the file has are not made again;
-with --minutes a training whose time is up goes on with the next call.
+Groups use the inner learning rate of a smaller model. DDP tries a second rate, and its better run
+counts. For comparison, there are groups with elementwise outer steps, and DDP with the same outer
+step. With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped. With --minutes, a training that is out of time continues with the next call.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Measures what DropCompute gains where micro-batches of the ranks of a group take unequal times,
-by sleeps.
+"""Measures the gain of DropCompute if the micro-batches of a group's ranks take unequal times,
+simulated by sleeps.
 
-Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. Ranks of a group train
-with gloo; each micro-batch takes a lognormal time. The same steps are made without and with a
-budget that the ranks chose.
+Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. The ranks of a group
+train with gloo, and each micro-batch takes a lognormal time. The same steps are taken with and
+without a budget that the ranks choose.
 """
 
 import time

@@ -1,13 +1,14 @@
-"""Joins network namespaces by slow links: a star of sites whose packets wait as they would on the
-way.
+"""Connects network namespaces by slow links, as a star of sites whose packets are delayed as on
+real links.
 
-A process of its own, started by `benchmarks.links`. It needs root, Linux and nothing but the
-standard library: each site has a TUN device, and a packet read from one is written to another when
-it would have arrived. TCP hands over segments of up to 64 KB, which are counted as the packets of
-1500 bytes that they stand for. So a link of 1 Gbit/s costs a third of a core.
+This is a separate process, started by `benchmarks.links`. It needs root, Linux and only the
+standard library. Each site has a TUN device, and a packet that is read from one device is written
+to another at the time at which it would arrive. TCP passes segments of up to 64 KB, which are
+counted as the packets of 1500 bytes that they represent. So a link of 1 Gbit/s costs a third of a
+core.
 
-A line of JSON on standard input changes the link of one site: its number as ``site``, and fields of
-`Site`.
+A line of JSON on standard input changes the link of one site. It contains the site's number as
+``site``, and fields of `Site`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What few rounds, and rounds of few inner steps, cost against DDP: with an outer momentum of 0.9,
-and as chosen.
+"""Measures the cost of few rounds, and of short rounds, compared with DDP: with an outer momentum
+of 0.9, and with the chosen one.
 
     python -m benchmarks.few_rounds [--workers N] [--minutes M] [--quick] [--json FILE]
 
-Two groups, and 5, 10, 20 and 40 rounds of: a mean-variance regression of 32, 128 and 512 steps,
-which is of 2,752 parameters and over in seconds; fine-tuning of 500 steps, with LoRA and of all
-parameters, as in `benchmarks.finetuning`; and a training from the start, with 16 tokens per
-parameter. Also from the start rounds of 5 and 10 steps. With --json every run is kept at once, and
-runs that the file has are not made again.
+Two groups train in 5, 10, 20 and 40 rounds. The tasks are a mean-variance regression of 32, 128 and
+512 steps, which has 2,752 parameters and takes seconds; fine-tuning for 500 steps, with LoRA and of
+all parameters, as in `benchmarks.finetuning`; and training from scratch, with 16 tokens per
+parameter, where rounds of 5 and 10 steps are also measured. With --json, every run is saved as soon
+as it ends, and runs that are already in the file are skipped.
 """
 
 from collections.abc import Iterator, Sequence

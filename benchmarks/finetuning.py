@@ -1,17 +1,19 @@
-"""What fine-tuning in worker groups costs against DDP, with LoRA and of all parameters.
+"""Measures the cost of fine-tuning in worker groups compared with DDP, with LoRA and of all
+parameters.
 
     python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json
     FILE] [--picture FILE]
 
-A model is trained on the sources of Python's standard library first, and kept in the folder for
-temporary files. Then it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps.
-Two stages:
+A model is first trained on the sources of Python's standard library, and kept in the folder for
+temporary files. Then it is fine-tuned for 500 steps on English, the texts that ``help()`` shows.
+There are two stages:
 
-- ``rates``: the inner learning rate, for DDP and for worker groups, each on its own, with one seed.
-- ``verdict``: three other seeds, with what the stage before has chosen, each paired with DDP on
-  data and start.
+- ``rates``: the inner learning rate, separately for DDP and for worker groups, with one seed.
+- ``verdict``: three other seeds, with the rates of the previous stage, each paired with a DDP run
+  with the same data and start.
 
-With --json every run is kept at once, and runs that the file has are not made again.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped.
 """
 
 import os

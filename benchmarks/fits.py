@@ -1,6 +1,4 @@
-"""A timed fit with a real Trainer in this process, with a virtual accelerator where one asks for
-it.
-"""
+"""Timed fits with a real Trainer in this process, optionally with a virtual accelerator."""
 
 import logging
 import warnings

@@ -1,14 +1,14 @@
-"""Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that
-costs training.
+"""Measures flights over links of 30 Mbit/s: their duration compared with the transfer of their
+bytes, and the cost for training.
 
-Each is measured with connections that are paced, as they always are, and with those that send as
-fast as TCP does.
+Each flight is measured with paced connections, the default, and with connections that send as fast
+as TCP allows.
 
 Run it with ``python -m benchmarks.flights [--links] [--quick] [--json FILE]``; ``--links`` measures
 faster and longer links, and one with a short queue. Every site is a network namespace with one
-rank, so this needs root. Computation is asleep, and payloads are float32, so that two cores are
-enough for eight sites. A flight may take as many inner steps as the bound on its time fills: where
-it holds, training never waits.
+rank, so this needs root. Computation is replaced by sleep, and payloads are float32, so that two
+cores are enough for eight sites. A flight may take as many inner steps as fit into the bound on its
+time: while the bound is met, training never waits.
 """
 
 import math

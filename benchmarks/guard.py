@@ -1,10 +1,10 @@
-"""Whom the guard leaves out: honest groups never, faulty ones always or as often as is said; and
-which groups are named because they point against the others.
+"""Measures which groups the guard leaves out, honest ones never and faulty ones as often as
+documented, and which groups are named because they point against the others.
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
-Groups train noisy bowls, with everything that happens to honest groups, and with faults. The large
-test of the guard does so with a GPT.
+Groups train on noisy quadratic bowls, with the events of honest groups and with faults. The guard's
+large test does the same with a GPT.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,11 @@
-"""What a round costs the hub: the processor time of its process alone, with 2 to 64 sites.
+"""Measures the cost of a round at the hub: the processor time of only its process, with 2 to 64
+sites.
 
     python -m benchmarks.hub_rounds [--quick] [--json FILE]
 
 Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of
-the others, or the mean. All of them stand in another process. Heartbeats are in the numbers: one a
-second of each site.
+the others, or the mean. All sites run in another process. The numbers include heartbeats, one per
+second from each site.
 """
 
 import os

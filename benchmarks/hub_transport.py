@@ -1,11 +1,12 @@
-"""How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux,
-root, and iperf3.
+"""Measures the speed of payloads to a hub over a slow link, compared with iperf3 over the same
+link. It needs Linux, root and iperf3.
 
     python -m benchmarks.hub_transport [--quick] [--json FILE]
 
-A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it
-is on its disk. Both stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many
-bytes over as many connections, in turn with it, so both see the same machine. Numbers are medians.
+A site sends a payload to its hub, with TLS and certificates, and waits until the hub confirms that
+it is on disk. Both run in network namespaces that are 50 ms apart, with CUBIC as the congestion
+control of TCP. In alternation, iperf3 sends the same number of bytes over the same number of
+connections, so both see the same machine. Numbers are medians.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Groups that train noisy bowls, for the guard: plain numbers, thousands of rounds in a second.
+"""Groups that train on noisy quadratic bowls, for the guard: plain numbers, thousands of rounds per
+second.
 
-Every group walks down a bowl of its own with Adam or SGD, and sends its outer gradient. Outages,
-restarts of the learning rate, unlike speeds and data are honest; faults are not.
+Every group descends its own bowl with Adam or SGD, and sends its outer gradient. Outages, restarts
+of the learning rate, and differences in speed and data are considered honest; faults are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence

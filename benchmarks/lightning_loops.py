@@ -1,4 +1,6 @@
-"""Training loops with a Lightning Trainer, beside those of the peers: ours, and Lightning's DDP."""
+"""Training loops with a Lightning Trainer for the comparison with peers: ours, and Lightning's
+DDP.
+"""
 
 import os
 from datetime import timedelta

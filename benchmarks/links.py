@@ -1,4 +1,5 @@
-"""Sites on this machine, joined by slow links: network namespaces and an emulator. Linux, and root.
+"""Sites on this machine, connected by slow links: network namespaces and an emulator. This needs
+Linux and root.
 
 with Links(sites=2, rate=100e6, one_way_delay=0.025) as links:
     ranks = [links.start(site, [sys.executable, "train.py"]) for site in range(2)]

@@ -1,11 +1,12 @@
-"""Memory of a rank, and what a flight costs: over parameters, worker groups and fragments.
+"""Measures the memory of a rank and the cost of a flight, by parameters, worker groups and
+fragments.
 
     python -m benchmarks.memory [--quick] [--json FILE] [--picture FILE]
 
-First how much the resident memory of a rank grows while it trains, for each method, without and
-with the end, at which the last exchange lands. Then the engine alone in real processes: the
-processor time that a launch and a landing take from the training thread, and what the background
-takes. The peers need Pythons of their own: benchmarks/peers/install.sh.
+First, it measures how much the resident memory of a rank grows during training, for each method,
+with and without the end, at which the last exchange lands. Then it measures only the engine, in
+real processes: the processor time that a launch and a landing take in the training thread and in
+the background. The peers need separate Python environments: benchmarks/peers/install.sh.
 """
 
 import gc

@@ -1,7 +1,7 @@
-"""The model that the benchmarks train: the one of the examples, in several sizes.
+"""The model that the benchmarks train, which is the one of the examples in several sizes.
 
-The examples are scripts, not a package, so their folder is put on the path. What they hold is one
-model and one text for everybody who measures something here.
+The examples are scripts, not a package, so their folder is added to the path. All benchmarks share
+their model and text.
 """
 
 import math

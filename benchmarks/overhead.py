@@ -1,14 +1,15 @@
-"""What everything costs on a link that costs nothing: two worker groups against two Trainers on
-their own.
+"""Measures the total overhead on a link without cost: two worker groups compared with two
+independent Trainers.
 
     python -m benchmarks.overhead [--quick] [--json FILE] [--picture FILE]
 
 Both pairs of processes train the same model on the same cores, with real work in every step. They
-take turns of one round, while the other pair sleeps; the ratio is taken between neighbouring turns,
-so that what else the machine does hits both alike. A round has every launch and every landing once.
+take turns of one round, while the other pair sleeps. The ratio is computed between neighbouring
+turns, so that other load on the machine affects both alike. A round contains every launch and every
+landing once.
 
-Where the memory of a process comes to lie decides over a percent of its step time, as long as it
-lives. So all of it is done several times, in new processes.
+The memory layout of a process affects its step time by more than a percent for its whole lifetime.
+So everything is repeated several times, in new processes.
 """
 
 import multiprocessing

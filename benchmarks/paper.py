@@ -1,19 +1,20 @@
-"""The ablations of Streaming DiLoCo (arXiv 2501.18512) in shape: does the order of the losses agree
-with the paper?
+"""Repeats the ablations of Streaming DiLoCo (arXiv 2501.18512) at small scale, and compares the
+order of the losses with the paper.
 
     python -m benchmarks.paper [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
-H, tau, alpha, the cut, bits, groups and overtraining, one factor at a time around two groups with
-H=50, on three seeds. The paper has a model of 500 million parameters; this one has 44,000 in four
-blocks, and 16 tokens for each. So its numbers are not to be expected here, but an order is. Beside
-it stands what ``benchmarks.quality`` has kept of 0.11 million parameters: H and groups over five
-seeds, and H, tau, alpha and bits over two.
+It varies H, tau, alpha, the fragments, bits, groups and overtraining, one factor at a time,
+starting from two groups with H=50, on three seeds. The paper's model has 500 million parameters;
+this one has 44,000 in four blocks, and 16 tokens per parameter. So the order of the results may
+agree with the paper, but not the numbers. They are shown together with the results of
+``benchmarks.quality`` for 0.11 million parameters: H and groups over five seeds, and H, tau, alpha
+and bits over two.
 
-A claim of the paper agrees where the whole 95 % interval over the seeds lies in what it says,
-disagrees where none of it does, and is open otherwise.
+The result agrees with a claim of the paper if the whole 95 % interval over the seeds is consistent
+with it, disagrees if no part of the interval is, and is open otherwise.
 
-With --json every run is kept at once, and runs that the file has are not made again: the same
-command goes on.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped, so the same command continues.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,13 +1,14 @@
-"""The way of one fragment from launch to landing: the code that it passes, and what that costs
-beside a plain loop.
+"""Traces one fragment from launch to landing: the code that it passes through, and the cost
+compared with a plain loop.
 
     python -m benchmarks.path [--quick] [--calls] [--json FILE]
 
-Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is
-Algorithm 2 for two groups of one rank, which tell each other what they launch and what they
-trained, and nothing else: no digest, no finite mask, no buffers, no shards, no checkpoint. Both fly
-the same fragment by turns in the same two processes, without any training, and the processor time
-is that of all threads. --calls prints every call of the package, a line for every stay in a file.
+It uses two worker groups over the loopback interface, with fp4 and otherwise default settings. The
+plain loop is Algorithm 2 for two groups of one rank, which exchange only what they launch and how
+much they trained: no digest, no finite mask, no buffers, no shards, no checkpoint. Both exchange
+the same fragment in turns in the same two processes, without training. The processor time is that
+of all threads. --calls prints every call in the package, with one line for consecutive calls in the
+same file.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How the pictures of the benchmarks look: like those of the documentation, each for light and for
+"""The style of the benchmarks' pictures, which is that of the documentation, each for light and
 dark pages.
 """
 

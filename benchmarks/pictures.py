@@ -1,7 +1,6 @@
-"""Draws the pictures of the pages again, from the numbers that docs/benchmarks keeps: it measures
-nothing.
+"""Redraws the pictures of the pages from the numbers in docs/benchmarks, without measuring.
 
-    python -m benchmarks.pictures [NAME ...]
+python -m benchmarks.pictures [NAME ...]
 """
 
 import argparse

@@ -1,33 +1,35 @@
-"""What worker groups cost in loss against DDP, at equal tokens and with the settings that a user
-gets.
+"""Measures the cost of worker groups in loss compared with DDP, at equal tokens and with the
+settings that a user gets.
 
     python -m benchmarks.quality [--stage STAGE] [--size SIZE ...] [--budget X] [--device cuda]
                                  [--workers N] [--minutes M] [--quick] [--json FILE] [--picture
                                  FILE]
 
-- ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
-- ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best
+- ``rates``: the inner learning rate, for DDP and for worker groups, on the tuning seeds.
+- ``verdict``: three sizes and 2, 4 and 8 groups, on five other seeds, each method at its own best
   rate.
-- ``alone``: 2, 4 and 8 groups with an H of 20 and of 100, of which the strategy chooses all else;
-  by the bare name, of which it chooses H, too; and one group on the batches of all of them.
-- ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
-- ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
-- ``bands``: 4 groups by the bare name with other H, and both methods with other inner learning
-  rates, on one seed.
-- ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
-  verdict.
-- ``unequal``: 4 groups by themselves, each with files of its own.
-- ``sparse``: 1/64 of the values, beside fp4 with all else equal.
-- ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for
+- ``alone``: 2, 4 and 8 groups with H=20 and H=100, where the strategy chooses everything else; the
+  bare name, where it also chooses H; and one group on the batches of all groups.
+- ``screen``: one factor at a time, starting from two groups and H=50, on the tuning seeds.
+- ``shares``: 4 and 8 groups with other lengths of the dense beginning, on one seed.
+- ``bands``: 4 groups by the bare name with other values of H, and both methods with other inner
+  learning rates, on one seed.
+- ``muon``: Muon for the matrices in both methods: its rates, and the settings that the strategy
+  chooses, on the seeds of the verdict.
+- ``unequal``: 4 groups with the settings that the strategy chooses, each with its own files.
+- ``sparse``: 1/64 of the values, compared with fp4 under equal conditions.
+- ``large``: 5 and 10 million parameters at two rates, and a pair of runs with 50 million; for
   ``--device cuda``.
 
-The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many
-processes, so that the load of the machine does not matter. DDP has the batches of all groups
-together. What nobody sets is chosen by the library, and kept as numbers: a run is that of its
-numbers, whatever the library chooses later. What has fewer than 14 rounds is left out.
+The worker groups are simulated in one process (`SimulatedGroups`), bit-identical to separate
+processes, so that the load of the machine does not matter. DDP trains on the batches of all groups
+together. Open settings are chosen by the library and saved as numbers, so that a run is identified
+by its numbers even if the library later chooses differently. Combinations with fewer than 14 rounds
+are left out.
 
-With --json every run is kept at once, and runs that the file has are not made again. With --minutes
-too, a training whose time is up goes on with the next call, bit for bit.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped. If --minutes is also given, a training that is out of time continues with the next call,
+bit for bit.
 """
 
 import argparse

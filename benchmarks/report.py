@@ -1,7 +1,7 @@
-"""What all benchmarks have in common at their ends: the command line, and the file of results.
+"""Code that all benchmarks share: the command line and the file of results.
 
-A file of results is JSON: ``headline`` (names to numbers), ``measured`` (where and when), and what
-the benchmark adds.
+A file of results is JSON with ``headline`` (names to numbers), ``measured`` (where and when), and
+entries of the benchmark.
 """
 
 import argparse

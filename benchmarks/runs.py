@@ -1,5 +1,5 @@
-"""Many trainings: several at a time, each made once and kept in a file, in pieces of as many
-minutes as there are.
+"""Runs many trainings, several at a time. Each is trained once and saved in a file, in pieces that
+fit into the available minutes.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Looks at the counter of an interface all the time, in a process of its own, for the busiest 100
-ms.
+"""Samples the byte counter of a network interface continuously, in a separate process, to find the
+busiest 100 ms.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""Draws how far worker groups are from data parallel over the size of the model: what others
-measured, and our runs.
+"""Draws the gap between worker groups and data parallelism over the model size, from published
+measurements and from our runs.
 
     python -m benchmarks.scaling [--json docs/benchmarks/quality.json]
                                  [--curve docs/benchmarks/curve.json] [--picture FILE]
 
-Measured by others is "Communication-Efficient Language Model Training Scales Reliably and Robustly:
-Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter, every method at
-its own best batch and rates. Nobody has measured below 35 million parameters: a fit of both losses
-and one of the gap alone, each a power law, say different things there, and all between them is
-drawn as a band.
+The published measurements are from "Communication-Efficient Language Model Training Scales Reliably
+and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter,
+every method at its own best batch and rates. They do not go below 35 million parameters. There, a
+power-law fit of both losses and one of only the gap differ, and the range between them is drawn as
+a band.
 """
 
 import argparse

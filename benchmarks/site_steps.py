@@ -1,11 +1,12 @@
-"""What a step costs in a federation, over one of the fixed world: computation is replaced by sleep.
+"""Measures the cost of a step in a federation relative to groups launched together, with
+computation replaced by sleep.
 
     python -m benchmarks.site_steps [--quick] [--json FILE]
 
-A hub and two sites, with keys and TLS over the loopback, beside two worker groups that were
-launched together: the same model, settings and sleeps, at the same time, so that what else the
-machine does hits both alike. A round is `SYNC_EVERY` steps, with every launch and every landing
-once; the first three are left out.
+A hub and two sites, with keys and TLS over the loopback interface, run at the same time as two
+worker groups that were launched together. They have the same model, settings and sleeps, so that
+other load on the machine affects both alike. A round has `SYNC_EVERY` steps, with every launch and
+every landing once. The first three rounds are left out.
 """
 
 import multiprocessing

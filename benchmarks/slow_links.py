@@ -1,15 +1,15 @@
-"""How much of its speed each method keeps on slow links: two and four sites, 50 ms round trip, 1000
-to 10 Mbit/s.
+"""Measures how much of its speed each method keeps on slow links: two and four sites, 50 ms round
+trip, 1000 to 10 Mbit/s.
 
     python -m benchmarks.slow_links [--quick] [--json FILE] [--picture FILE]
 
-Every site is a network namespace with one rank, so this needs root. The step is that of a virtual
-accelerator: forward and backward take 200 ms, most of it asleep, so that two cores are enough for
-four ranks and step times are steady. With --json every row is kept at once, and rows that the file
-has are not measured again, unless they failed.
+Every site is a network namespace with one rank, so this needs root. Steps run on a virtual
+accelerator: forward and backward take 200 ms, mostly asleep, so that two cores are enough for four
+ranks and step times are steady. With --json, every row is saved as soon as it is measured, and rows
+that are already in the file are skipped unless they failed.
 
-The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out,
-with the reason.
+The peers need separate Python environments: benchmarks/peers/install.sh. A peer that is not
+installed is left out, with the reason.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Several groups' models of the benchmarks as one, for a GPU: as many groups one by one would wait
-for the launches of their small operations.
+"""Combines the models of several groups into one for a GPU, because separate models would wait for
+the launches of their small operations.
 
-Parameters of all groups lie in one tensor, of which those of a group's model are views: what an
-engine writes to its model is there, too.
+The parameters of all groups are in one tensor, and those of a group's model are views of it, so
+values that an engine writes to its model are also in the tensor.
 """
 
 from collections.abc import Mapping, Sequence

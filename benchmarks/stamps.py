@@ -1,5 +1,5 @@
-"""When inner steps began, and what the process had used by then; and a virtual accelerator. Needs
-nothing at all.
+"""Time stamps of inner steps with the resources used by then, and a virtual accelerator. This
+module has no dependencies.
 """
 
 import os

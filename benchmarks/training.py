@@ -1,10 +1,10 @@
-"""Trains a small GPT on text with DDP's arithmetic or with worker groups, in one process and one
+"""Trains a small GPT on text with DDP's arithmetic or in worker groups, in one process and one
 thread.
 
-The worker groups are simulated (`SimulatedGroups`): the bits are those of as many processes. Every
-way to train sees the same windows of text in the same order, so two runs with one seed differ by
-the method alone. A training whose time is up writes down its state, from which another process goes
-on bit for bit.
+The worker groups are simulated (`SimulatedGroups`), bit-identical to separate processes. Every
+method sees the same windows of text in the same order, so two runs with the same seed differ only
+in the method. A training that is out of time saves its state, from which another process continues
+bit for bit.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""How well groups learn with each kind of untrained state: a codebook that is a moving average of
-what was encoded.
+"""Measures how well groups learn with each kind of untrained state: a codebook of moving averages
+of the encoded values.
 
-``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data of 16 clusters, and
-prints the error on all of them for each kind, beside one group. Groups see all clusters, or each
-its own share of them.
+``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data with 16 clusters,
+and prints the error on all clusters for each kind, and for one group. Groups see either all
+clusters or different ones.
 """
 
 import argparse

@@ -1,19 +1,19 @@
-"""What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing
-else.
+"""Checks the package on a GPU in ten minutes, on a machine with torch and Lightning, and perhaps
+nothing else.
 
     python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers] [--only NAME ...]
                              [--device cuda] [--quick]
 
-- ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled
-  models, resuming, NCCL; five minutes at most.
+- ``tests``: bit-identical results to the CPU, no races, no waits inside a step, memory, precisions,
+  compiled models, resuming, NCCL; at most five minutes.
 - ``numbers``: passes as shares of the copy bandwidth, the direction of matrices, step time and
   memory with 125 million and a billion parameters, groups in one process, two groups on one device.
 
-What worker groups learn there, `benchmarks.curve` measures.
+`benchmarks.curve` measures how well worker groups learn on a GPU.
 
-Each piece of work runs in processes of its own and is written to DIR at once, with all that it
-prints beside it. What is there already is not done again; what failed, or was left out for want of
-time, is. So the same command goes on.
+Each piece of work runs in separate processes, and its results are written to DIR as soon as it
+ends, together with its output. Work that is already there is skipped, unless it failed or was left
+out for lack of time. So the same command continues.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""What the side stream of a GPU does beside training: a profile of two groups on one device, and
+"""Shows the work of a GPU's side stream during training: a profile of two groups on one device, and
 its picture.
 
     python -m benchmarks.gpu.overlap docs/benchmarks/gpu.json docs/images/benchmark-gpu.svg 408 462
 
-The first is the ``summary.json`` of ``make gpu``; the last two say which milliseconds to draw.
+The first argument is the ``summary.json`` of ``make gpu``. The last two are the first and last
+millisecond to draw.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""How fast the passes over a fragment are, as a share of the bandwidth with which the device
-copies.
+"""Measures the speed of the passes over a fragment, as a share of the device's copy bandwidth.
 
-A pass is what a launch, a flight or a landing does to every value. Its share is that of the time
-which the bytes that it cannot do without would take in a plain copy: 1 is as fast as memory allows.
+A pass is an operation of a launch, a flight or a landing on every value. Its share is the time that
+a plain copy of the minimum number of bytes would take, divided by the time of the pass: 1 is as
+fast as memory allows.
 """
 
 import time

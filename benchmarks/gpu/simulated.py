@@ -1,4 +1,6 @@
-"""What the simulation of worker groups costs on a device, and the direction of their matrices."""
+"""Measures the cost of simulating worker groups on a device, and of the direction of their
+matrices.
+"""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,5 @@
-"""What inner steps cost: step time and memory with the engine over those without it, and two
-groups on one device.
+"""Measures the cost of inner steps: step time and memory with the engine relative to those without
+it, and two groups on one device.
 """
 
 import os

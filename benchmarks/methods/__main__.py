@@ -1,15 +1,17 @@
-"""What each method does to loss and bytes, beside the defaults, on a language model.
+"""Measures the effect of each method on loss and bytes with a language model, compared with the
+defaults.
 
     python -m benchmarks.methods [--workers N] [--minutes M] [--rates] [--quick] [--json FILE]
     [--picture FILE]
 
-Four worker groups train one model, simulated in one process with the bits of as many processes; two
-where it is about `Selective`, as launching less often costs four groups more; one for what is for
-one. Data and start depend on the seed alone, so that each method is compared pair by pair. What a
-method does not set is as by default, also the inner learning rate, but for the optimizers that have
-their own, which --rates chooses.
+Four worker groups train one model, simulated in one process, bit-identical to four processes.
+`Selective` uses two groups, because launching less often costs four groups more, and methods for
+one group use one. Data and start depend only on the seed, so each method is compared pair by pair.
+Everything that a method does not set has its default, including the inner learning rate, except for
+optimizers with their own rate, which --rates chooses.
 
-With --json every run is kept at once, and runs that the file has are not made again.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped.
 """
 
 import argparse

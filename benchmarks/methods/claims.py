@@ -1,11 +1,10 @@
-"""What each seed system claims, put to the test where its claim can hold: a number or a picture for
-each.
+"""Tests the claim of each published system where it can hold, with a number or a picture for each.
 
     python -m benchmarks.methods.claims [NAME ...] [--quick] [--json FILE] [--picture FILE]
 
-Some rest on rules and virtual time, some on small trainings, some on links between network
-namespaces (root). With --json every row is kept at once, and rows that the file has are not made
-again.
+Some tests use rules and virtual time, some use small trainings, and some use links between network
+namespaces (root). With --json, every row is saved as soon as it is measured, and rows that are
+already in the file are skipped.
 """
 
 import json

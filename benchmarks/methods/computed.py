@@ -1,6 +1,4 @@
-"""Claims that rules and clocks decide, without a training: what the rules of the package say, in
-virtual time.
-"""
+"""Claims that can be tested without training, with the rules of the package in virtual time."""
 
 from dataclasses import replace
 

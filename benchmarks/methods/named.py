@@ -1,4 +1,4 @@
-"""The methods that are compared, by the name that their runs are kept under."""
+"""The methods that are compared, by the names under which their runs are saved."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,5 @@
-"""Claims on links that are really shaped: sites are network namespaces with a rank each, of which
-one is slower.
+"""Claims that are tested on shaped links: sites are network namespaces with one rank each, and one
+site is slower.
 """
 
 import os

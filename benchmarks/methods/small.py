@@ -1,5 +1,5 @@
-"""Claims about loss that small models can show: many groups, sampled clients, tables, and time on
-a link.
+"""Claims about loss that can be tested with small models: many groups, sampled clients, tables, and
+time on a link.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Trainings in which a method changes more than the arguments of the engine: who trains how much,
+"""Trainings in which a method changes more than the engine's arguments: how much each group trains,
 and how.
 """
 

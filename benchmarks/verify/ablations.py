@@ -1,5 +1,5 @@
-"""Losses that pages quote, from the runs that vary one thing: the paper's ablations, fine-tuning,
-few rounds, and the defaults.
+"""Losses that pages quote from runs that vary one factor: the paper's ablations, fine-tuning, few
+rounds, and the defaults.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Claims: where a page quotes numbers, and the numbers that the files of results give.
+"""Claims, each of which connects numbers on a page with the numbers in the files of results.
 
-A page rounds as it likes: a number agrees if the expected one is within half of its last digit.
+Pages may round: a number agrees if the expected one is within half of its last digit.
 """
 
 import re

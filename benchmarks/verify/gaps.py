@@ -1,4 +1,4 @@
-"""Gaps in loss, each of which needs an interval, or words about its seeds."""
+"""Gaps in loss, each of which needs an interval or a remark about its seeds."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What pages quote of other methods: their losses, bytes and promises."""
+"""Numbers about other methods that pages quote: their losses, bytes and promises."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

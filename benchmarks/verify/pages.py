@@ -1,7 +1,7 @@
-"""Pages as readers see them, and the numbers on them that look measured.
+"""Pages as readers see them, and the numbers on them that look like measurements.
 
-Markup is removed so that patterns hold on to words: bold, the targets of links, and the marks of
-code. Blocks of code are blank. Lines stay lines, so that an offset tells the line.
+Markup is removed so that patterns only have to match words: bold, the targets of links, and the
+marks of code. Code blocks are blanked. Line breaks are kept, so that an offset identifies a line.
 """
 
 import re
