@@ -63,14 +63,14 @@ AnyMessage = TypeVar("AnyMessage", bound="Message")
 Default = TypeVar("Default")
 
 Json = Any
-"""Any JSON value."""
+"""A JSON value of any form."""
 
 Hint: TypeAlias = Any
 """A type hint; `typing` has no type for these."""
 
 
 class Message:
-    """The base of all dataclasses that are written as a text of their own.
+    """The base class of all dataclasses that have their own text form.
 
     Attributes:
         most_bytes: The size of the largest text. A message names payloads but does not contain

@@ -3,7 +3,7 @@ informs the sites.
 
 Every call comes with a `Peer`, whose right to make the call has already been checked.
 
-[Note: what lies where] Records and notes are kept in a journal, which writes several of them
+[Note: where data is kept] Records and notes are kept in a journal, which writes several of them
 atomically. Payloads and states are blobs in a store. A blob is durable before a record or a note
 names it. It is dropped when no record or note names it any longer, no message that names it can be
 on its way (`UnnamedBlobs`), and no connected site is fetching it.

@@ -1,7 +1,7 @@
 """Reports of the first failure: a rank that fails records it, and a rank that has lost contact
 reports the first record.
 
-[Note: word of a failure] When a process ends, the processes that wait for it learn only that a
+[Note: the first failure] When a process ends, the processes that wait for it learn only that a
 connection broke. So a rank that fails writes its number and its error into the store of the default
 process group before it ends, unless another rank has already done so. Nothing here waits for long,
 and nothing here may hide the original error.

@@ -46,9 +46,9 @@ _SECONDS_PER_ATTEMPT = 5.0
 _PING = b"\r\n\r\n"
 _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
-# A query whether a store has the key under which torch counts the ranks of its own process group,
-# and the answer if it does. Ranks of this package are not counted there, and clients of a store
-# cannot see the key otherwise.
+# A query for the key under which a store counts the ranks of torch's own process group, and the
+# answer if the key exists. Ranks of this package are not counted there, and torch's clients cannot
+# read the key.
 _WORKERS = b"init/"
 _HAS_WORKERS = struct.pack("=BQQ", 5, 1, len(_WORKERS)) + _WORKERS
 _YES = b"\0"

@@ -6,7 +6,7 @@ removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
 thread has written it, the path holds an older file, which needs its own folder. So the CheckpointIO
-that does the writing also does everything that follows, in whatever thread it runs.
+that does the writing also does everything that follows, in the same thread.
 
 [Note: epochs after a resume] Lightning requests a new iterator from loaders at the start of every
 epoch except the first. After a resume, it already has one, which was made before the checkpoint's
@@ -32,11 +32,11 @@ own metrics: the values that callbacks see, and the sums that the epoch has accu
 [Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
 callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
 between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
-rank]. They include the best models that `ModelCheckpoint` knows: these are the same on all ranks if
-the monitored metric is; if not, the resumed run still decides as an uninterrupted run would.
-Hyperparameters are not among the entries: they come from the script, and no fit restores them. When
-rounds restart, a rank gets the entries of the rank in the same position, but the model from the
-file; if the number of groups or ranks has changed, the loops come from the file as well.
+rank]. They include the best models that `ModelCheckpoint` has recorded: these are the same on all
+ranks if the monitored metric is; if not, the resumed run still decides as an uninterrupted run
+would. Hyperparameters are not among the entries: they come from the script, and no fit restores
+them. When rounds restart, a rank gets the entries of the rank in the same position, but the model
+from the file; if the number of groups or ranks has changed, the loops come from the file as well.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""One fit: everything that begins and ends with it, as the callback whose hooks drive it."""
+"""A fit: everything that begins and ends with it, driven by the hooks of a callback."""
 
 import logging
 import math

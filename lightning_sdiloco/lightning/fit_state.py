@@ -221,7 +221,7 @@ class Signals:
     def _end(self, agreed: int) -> NoReturn:
         self._fit.is_ending = True
         if agreed & Request.REQUEUE and self._requeue is not None:
-            # Lightning's own handler saves and requeues the job, which then resumes by itself.
+            # Lightning's own handler saves and requeues the job, which then resumes automatically.
             self._requeue(self._requeued_by or agreed, None)
         else:
             self._save()

@@ -1,6 +1,6 @@
 """The user's choices for a strategy, and the planner's choices for ``"auto"`` settings.
 
-[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
+[Note: choice of settings] The first inner steps are ordinary ones: no launch is due before
 `sync_every` of them are done. In the first few steps, the engine runs with placeholders for the
 settings to be chosen. Then all ranks share how long a step took, measure the link together, and
 adopt rank 0's choice. The engine continues as if it had had these settings from the start, so the

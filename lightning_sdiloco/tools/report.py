@@ -794,7 +794,7 @@ def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) -> None:
-    """Draws the spans that lie in the shown one, in seconds since ``zero``."""
+    """Draws the spans that overlap the shown one, in seconds since ``zero``."""
     visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
     widths = [(began - zero, ended - began) for began, ended in visible]
     place = row - bars.height / 2, bars.height
