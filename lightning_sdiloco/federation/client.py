@@ -238,7 +238,7 @@ class HubClient:
             for piece in get(message, PATIENCE + size / LEAST_RATE):
                 stream += piece
                 if len(stream) > size:
-                    raise Malformed("the hub sends more than was asked for.")
+                    raise Malformed("the hub sent more than was requested.")
         except Exception as error:
             raise self._error(error) from error
         if len(stream) < size:
@@ -437,7 +437,7 @@ class HubClient:
             for piece in call:
                 end = part[0] + len(piece)
                 if end > part[1]:
-                    raise Malformed("the hub sends more than was asked for.")
+                    raise Malformed("the hub sent more than was requested.")
                 blob[part[0] : end] = piece
                 part[0] = end
                 attempt.progress += 1

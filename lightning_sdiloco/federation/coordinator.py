@@ -883,7 +883,7 @@ class Coordinator:
             self.trouble = self._close_due(now) or self._lasting_trouble(now)
             self._announce_trouble(before, now)
             if before and not self.trouble:
-                log.warning("rounds can close again; what kept them from it is over: %s", before)
+                log.warning("rounds can close again; this problem is resolved: %s", before)
             ledger = self._ledger
             if ledger is None:
                 return _AGAIN

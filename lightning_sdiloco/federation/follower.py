@@ -829,7 +829,7 @@ def _require_sound(progress: Progress, position: Position, expected: int, digest
     elif record:
         known_position = record.position
     if position != known_position or (after and after.previous != position.key):
-        raise Refused(f"the state has another history of fragment {fragment} than the records")
+        raise Refused(f"the state has a different history of fragment {fragment} from the records")
     if after and after.digest != digest:
         raise Refused(
             f"the state differs from the others' in fragment {fragment} after round"

@@ -396,8 +396,8 @@ class Ledger:
             return Answer.LATE
         if contribution.previous != closed.key:
             raise Refused(
-                f"round {contribution.round} of fragment {fragment} builds on another history than"
-                " this hub's"
+                f"round {contribution.round} of fragment {fragment} builds on a different history"
+                " from this hub's"
             )
         round = self.open.get(fragment)
         is_known = round is not None and contribution.site in round.contributions

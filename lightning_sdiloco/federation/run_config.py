@@ -249,9 +249,9 @@ class RunConfig(Message):
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {founded.run!r}, which was founded on another run"
-                f" config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same model"
-                " with the same settings and versions. Start this one with the run's."
+                f"This site cannot join the run {founded.run!r}, which was founded on a different"
+                f" run config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same"
+                " model with the same settings and versions. Start this one with the run's."
             )
         return patches
 

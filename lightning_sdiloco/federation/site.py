@@ -640,8 +640,8 @@ class FederatedWorld:
         self._blobs.pop(record.key, None)
         if action is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against other outer parameters than this site"
-                " holds: it fetches a state.",
+                "Round %d of fragment %d was measured against different outer parameters from this"
+                " site's, so it fetches a state.",
                 record.round,
                 record.fragment,
             )

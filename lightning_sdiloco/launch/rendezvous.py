@@ -132,8 +132,8 @@ class Rendezvous:
                 )
             if self.rank == 0:
                 _log.warning(
-                    "Still waiting for %s at %s. A rank that cannot reach this address says so in"
-                    " its own output.%s%s",
+                    "Still waiting for %s at %s. A rank that cannot reach this address reports it"
+                    " in its own output.%s%s",
                     missing,
                     self.address,
                     self._strangers(),
@@ -212,7 +212,7 @@ def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
             why = f"{error}. {_CHOOSE}"
         elif answer == _PING:
             why = (
-                f"{host}:{port} is taken by another training, whose torch TCPStore answers there."
+                f"{host}:{port} is used by another training, whose torch TCPStore answers there."
                 f" {_CHOOSE} {_OTHER_RANK}"
             )
         else:
@@ -294,7 +294,7 @@ def wait_for_store(
             raise ValueError(f"{failure}: {_no_store(host, port, answer)}")
         if isinstance(answer, OSError) and is_late:
             raise ValueError(
-                f"{failure}: {reason(answer)}. The way from this machine to {host} is closed, or"
+                f"{failure}: {reason(answer)}. The path from this machine to {host} is blocked, or"
                 " the address is wrong. Set MASTER_ADDR to an address of rank 0's machine that all"
                 f" others reach, and open the TCP port.{other_rank}"
             ) from answer

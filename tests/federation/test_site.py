@@ -680,7 +680,7 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     assert sorted(continuing) == [
         f"Site s{i} continues to train while no rounds close: the disk is full" for i in (0, 1)
     ]
-    assert over == "rounds can close again; what kept them from it is over: the disk is full"
+    assert over == "rounds can close again; this problem is resolved: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
