@@ -50,21 +50,21 @@ FOR_EVER = 1e9
 
 @dataclass(frozen=True)
 class Case:
-    """Sites, what happens to them, and the terms of their federation.
+    """The sites, their stalls, and the terms of their federation.
 
     Attributes:
-        sites: How many there are.
-        sync_every: Inner steps of a round, each of a second.
-        overlap_steps: After how many of them a launch lands.
-        stall: Seconds for which a site stalls.
-        share: In which share of its rounds.
-        rounds: How many rounds a site could make in the time that is played.
+        sites: The number of sites.
+        sync_every: The inner steps of a round, each of which takes a second.
+        overlap_steps: The number of inner steps after which a launch lands.
+        stall: The seconds for which a site stalls.
+        share: The share of its rounds in which a site stalls.
+        rounds: The number of rounds that a site could complete in the simulated time.
         quorum: As in `Terms`.
         grace: As in `Terms`.
-        delays: Seconds by which what each site sends comes later; empty for none.
-        latency: Seconds that every message takes.
-        idles: Whether a site that was late idles until the next round.
-        seed: Decides who stalls when.
+        delays: The seconds by which the messages of each site are delayed; empty for none.
+        latency: The seconds that every message takes.
+        idles: Whether a late site idles until the next round.
+        seed: The seed that decides when each site stalls.
     """
 
     sites: int = 8
@@ -85,7 +85,7 @@ class Case:
         return float(self.rounds * self.sync_every)
 
     def steps_of(self, site: int) -> Iterator[float]:
-        """Yields how long each inner step of a site takes: in some rounds one of them takes
+        """Yields the duration of each inner step of a site; in some rounds, one step takes
         longer.
         """
         random = Random(f"{self.seed} {site}")
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass
 class Site:
-    """A site: the real follower, a number in place of parameters, and what happened to it."""
+    """A site: the real follower, a number instead of parameters, and statistics."""
 
     name: str
     follower: Follower
@@ -114,7 +114,7 @@ class Site:
 
 
 class Play:
-    """Plays sites and their hub, each message and each inner step at its time."""
+    """Simulates sites and their hub, with each message and each inner step at its time."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -155,8 +155,8 @@ class Play:
     # A site
 
     def _turn(self, site: Site, trains: bool) -> None:
-        """Ends an inner step, or a moment of waiting: hears, launches and lands, as `SitePace`
-        does.
+        """Ends an inner step or a moment of waiting: receives events, launches and lands, like
+        `SitePace`.
         """
         follower = site.follower
         site.step += 1
@@ -262,7 +262,9 @@ class Play:
 
 
 def wait_for_all(case: Case) -> dict[str, float]:
-    """Plays worker groups that are launched together: a landing waits for the launches of all."""
+    """Simulates worker groups that are launched together: a landing waits for the launches of all
+    groups.
+    """
     steps = [case.steps_of(site) for site in range(case.sites)]
     clocks = [0.0] * case.sites
     steps_made = 0
@@ -288,16 +290,16 @@ def wait_for_all(case: Case) -> dict[str, float]:
 
 
 def goodput_of_all(case: Case) -> float:
-    """Returns the goodput of waiting for all: every round in which anybody stalls costs what
-    overlap leaves of it.
+    """Returns the goodput of waiting for all: every round with a stall costs the part of the stall
+    that overlap does not hide.
     """
     anybody = 1 - (1 - case.share) ** case.sites
     return case.sync_every / (case.sync_every + anybody * (case.stall - case.overlap_steps))
 
 
 def goodput_at_most(case: Case) -> float:
-    """Returns the goodput if nobody waits for another: what stalls leave of the time of each
-    site.
+    """Returns the goodput if no site waits for another: the share of time in which a site does not
+    stall.
     """
     return case.sync_every / (case.sync_every + case.share * case.stall)
 

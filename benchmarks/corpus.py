@@ -38,7 +38,7 @@ def sources(archive: Path) -> Iterator[bytes]:
 
 
 def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
-    """Joins different contents by a zero byte: so many bytes for training, then those for
+    """Joins different contents by zero bytes: a number of bytes for training, followed by those for
     validation.
 
     Raises:
@@ -60,7 +60,7 @@ def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
 
 
 def read(path: Path) -> Tensor:
-    """Reads a corpus that was written here, as ``uint8``."""
+    """Reads a corpus that this module wrote, as ``uint8``."""
     return torch.frombuffer(bytearray(lzma.decompress(path.read_bytes())), dtype=torch.uint8)
 
 

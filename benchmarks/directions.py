@@ -47,7 +47,7 @@ MUON = (3.4445, -4.7750, 2.0315)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns how long something takes once it is warm."""
+    """Returns the duration of a function once it is warm."""
     work()
     taken = list[float]()
     for _ in range(TIMES):
@@ -58,7 +58,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def of_round(trained: Trained) -> tuple[float, float]:
-    """Returns how long the direction of all matrices takes, and an inner step."""
+    """Returns the durations of the direction of all matrices and of an inner step."""
     model = trained.size.make()
     outer = OuterOptimizer(direction="equalised")
     engine = StreamingDiLoCo(model, sync_every=SYNC_EVERY, outer_optimizer=outer)

@@ -36,7 +36,7 @@ _IFF_TUN = 1
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
 _ETHERNET = 14
-_AT_ONCE = 16  # packets that are read from one site before the others have their turn
+_AT_ONCE = 16  # packets that are read from one site before the next site's turn
 _VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
 _PR_SET_PDEATHSIG = 1
 _FROM, _TO = (
@@ -47,8 +47,8 @@ _FROM, _TO = (
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions but for `up_rate` and for what is
-    cut.
+    """A site: its link to the star, which is the same in both directions except for `up_rate` and
+    for cuts.
     """
 
     device: int
@@ -65,11 +65,11 @@ class Site:
 
     @property
     def sends(self) -> float:
-        """How many bytes it sends in a second; 0: unlimited."""
+        """The bytes that it can send per second; 0 means unlimited."""
         return self.rate if self.up_rate is None else self.up_rate
 
     def change(self, **fields: Any) -> None:
-        """Changes the link. A NAT that is told of forgets what it knew."""
+        """Changes the link. If a NAT is named, it loses its state."""
         if "nat" in fields:
             self.flows.clear()
         for name, value in fields.items():
@@ -92,7 +92,9 @@ def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
 
 
 def _begins(packet: bytes) -> bool:
-    """Tells whether a packet begins a connection: the first of TCP, and any other packet."""
+    """Returns whether a packet begins a connection: the first packet of TCP, or any packet of
+    another protocol.
+    """
     return (
         packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
     )
@@ -100,7 +102,9 @@ def _begins(packet: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """The settings of all links: seconds between two sites, seconds of data that wait."""
+    """The settings of all links: the delay between two sites, and the length of queues, in
+    seconds.
+    """
 
     delay: float
     queue: float
@@ -118,7 +122,7 @@ def main() -> None:
         socket.inet_aton(host): site
         for (_, host), site in zip(choices["sites"], sites, strict=True)
     }
-    os.nice(-10)  # a packet that waits for the processor is a slower link
+    os.nice(-10)  # waiting for the processor would make links slower
     print("ready", flush=True)
     Star(link, sites, hosts).run()
 
@@ -149,8 +153,8 @@ class Star:
         self._link = link
         self._sites = {site.device: site for site in sites}
         self._hosts = hosts
-        # When, a number that keeps the order, whether it has come through the receiver's link,
-        # from, to, bytes, packet.
+        # The time, a number that keeps the order, whether it has passed the receiver's link,
+        # sender, receiver, bytes, packet.
         self._waiting: list[tuple[float, int, bool, Site, Site, int, bytes]] = []
         self._number = 0
 
@@ -221,7 +225,7 @@ class Star:
             if to.rate and not through:
                 if to.down - moment > self._link.queue:
                     continue
-                # A packet from a link as fast as this one waits only behind packets of other sites.
+                # A packet from an equally fast link waits only behind packets of other sites.
                 sent_by = moment - wire / site.sends if site.sends else moment
                 to.down = max(max(sent_by, to.down) + wire / to.rate, moment)
                 if to.down > moment:

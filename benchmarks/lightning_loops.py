@@ -16,7 +16,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def streaming(rank: Rank) -> dict[str, Any]:
-    """Ours. One step more: the final exchange comes after what is counted."""
+    """Ours, with one additional step, because the final exchange comes after the measured steps."""
     case = rank.case
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
@@ -32,7 +32,7 @@ def streaming(rank: Rank) -> dict[str, Any]:
 
 
 def streaming_defaults(rank: Rank) -> dict[str, Any]:
-    """Ours with H, and its defaults for the rest; the end is that of the final exchange."""
+    """Ours with H and otherwise default settings; the end includes the final exchange."""
     strategy = StreamingDiLoCoStrategy(sync_every=rank.case.sync_every, timeout=TIMEOUT)
 
     def outer_model() -> dict[str, Any]:
@@ -47,14 +47,14 @@ def streaming_defaults(rank: Rank) -> dict[str, Any]:
 
 
 def lightning_alone(rank: Rank) -> dict[str, Any]:
-    """A Trainer in each rank that knows nothing of the others."""
+    """An independent Trainer on each rank."""
     module = Timed(rank.net, rank.stamps, rank.case.inner)
     fit(module, rank.batches, rank.steps + 1, devices=1)
     return {}
 
 
 def lightning_ddp(rank: Rank) -> dict[str, Any]:
-    """Lightning's DDP. Ranks start alike, so it need not send the weights around first."""
+    """Lightning's DDP. Ranks start with equal weights, so it does not have to broadcast them."""
     _fit(rank, rank.steps + 1, DDPStrategy(init_sync=False, timeout=TIMEOUT))
     return {}
 
