@@ -39,7 +39,7 @@ TARGETS = {"wall": 1.01, "cpu": 1.015}
 
 @dataclass(frozen=True)
 class Case:
-    """The model, its settings, and how long it is trained."""
+    """The model, its settings, and the length of the training."""
 
     size: Size
     batch: int
@@ -52,14 +52,14 @@ class Case:
 
     @property
     def first(self) -> int:
-        """The step with which the first turn starts: from here on every round has all launches and
+        """The step at which the first turn starts. From here on, every round has all launches and
         landings.
         """
         return 2 * self.sync_every + self.overlap_steps - 1
 
     @property
     def steps(self) -> int:
-        """All steps of a run; the last turn ends where another step begins."""
+        """The steps of a run; one more begins after the last turn."""
         return self.first + self.repeats * self.sync_every + 1
 
 
@@ -71,14 +71,14 @@ QUICK = {"tiny": Case(TINY, batch=2, fragments="strided:1", repeats=2, runs=2)}
 
 
 class Seconds(NamedTuple):
-    """A step of one turn, the mean over its steps and both ranks."""
+    """The step time of one turn, averaged over its steps and both ranks."""
 
     wall: float
     cpu: float
 
 
 class Turns:
-    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so
+    """Lets two pairs of ranks run in turns: plain, streaming, streaming, plain, plain, and so
     on.
     """
 
@@ -91,7 +91,7 @@ class Turns:
         self.seconds: list[Seconds] = []
 
     def meet(self, step: int) -> None:
-        """Ends a turn and waits for the next one, where there is one."""
+        """Ends a turn and waits for the next one, if there is one."""
         sync_every = self._case.sync_every
         if step < self._case.first or (step - self._case.first) % sync_every:
             return
@@ -123,7 +123,7 @@ Pair = dict[str, Seconds]
 
 
 def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
-    """One of four ranks: the first two are worker groups, the others know of nobody."""
+    """One of four ranks: the first two are worker groups, the others are independent."""
     turns = Turns(case, barrier, is_streaming=rank < 2)
     module = Timed(case.size.make(), Stamps(), partial(torch.optim.AdamW, lr=1e-3), turns.meet)
     batches = random_batches(case.size, case.batch, seed=rank)
@@ -145,7 +145,7 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """All turns of both pairs, in new processes for each run."""
+    """Returns all turns of both pairs, in new processes for each run."""
     runs = list[list[Pair]]()
     totals = dict[str, Any]()
     for number in range(1, case.runs + 1):
@@ -169,8 +169,8 @@ def _as_dicts(pair: Pair) -> dict[str, Any]:
 
 
 def run(case: Case) -> tuple[list[Pair], dict[str, Any]]:
-    """All turns of both pairs in four processes; returns each two that belong together, and what a
-    rank told.
+    """Runs all turns of both pairs in four processes; returns the matching turns, and the report of
+    a rank.
     """
     barrier = multiprocessing.get_context("fork").Barrier(4)
     ranks = run_processes(partial(trained, case, barrier), 4, timeout=3600)
@@ -187,7 +187,7 @@ def mean_of(first: Seconds, second: Seconds) -> Seconds:
 
 
 def ratios(pairs: Iterable[Pair], kind: str) -> list[float]:
-    """Returns the time of ours over that of plain training, pair by pair."""
+    """Returns the ratio of our time to that of plain training, pair by pair."""
     return [getattr(pair["streaming"], kind) / getattr(pair["plain"], kind) for pair in pairs]
 
 
@@ -204,7 +204,7 @@ def row(name: str, numbers: dict[str, Any]) -> list[str]:
 
 
 def spread(values: list[float]) -> str:
-    """Writes the median and the middle half of some values."""
+    """Formats the median and the interquartile range of values."""
     low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
     return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
 
@@ -218,7 +218,7 @@ def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
-    """Draws the median of every run, and that of all pairs of turns."""
+    """Draws the median of every run and that of all pairs of turns."""
     if path is None:
         return
     picture, (axes,) = figure(height=2.6)

@@ -40,13 +40,13 @@ PACKAGE = Path(lightning_sdiloco.__file__).parent
 
 
 def network(width: int) -> nn.Module:
-    """Makes a model of ``2 * width ** 2`` parameters, which are one fragment."""
+    """Makes a model of ``2 * width ** 2`` parameters, which form one fragment."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
 
 
 class Call(NamedTuple):
-    """A call of a function of the package."""
+    """A call to a function of the package."""
 
     thread: str
     file: str
@@ -67,7 +67,7 @@ def traced(rank: int, world_size: int) -> list[Call]:
             file = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
             calls.append(Call(thread, file, frame.f_code.co_name))
 
-    # From the start, so that threads are seen that the engine starts long before.
+    # Tracing begins at the start, so that it includes threads that the engine starts long before.
     threading.setprofile(see)
     sys.setprofile(see)
     engine = StreamingDiLoCo(network(16), fragments=[["*"]])
@@ -140,7 +140,7 @@ class Plain:
 def costs(
     width: int, flights: int, turns: int, rank: int, world_size: int
 ) -> dict[str, list[float]]:
-    """Returns the milliseconds of processor time of a flight, by turns of each."""
+    """Returns the milliseconds of processor time of a flight, measured in alternating turns."""
     engine = StreamingDiLoCo(network(width), fragments=[["*"]], sync_every=2, overlap_steps=1)
     numbers = engine.report()
     plain = Plain(network(width), numbers["outer_lr"], numbers["outer_momentum"], numbers["mixing"])
@@ -157,7 +157,7 @@ def costs(
             for _ in range(flights):
                 launch()
                 land()
-            if turn:  # in the first one memory is new
+            if turn:  # in the first turn, memory is newly allocated
                 milliseconds[name].append(1000 * (time.process_time() - began) / flights)
     engine.close()
     plain.thread.shutdown()
@@ -165,7 +165,7 @@ def costs(
 
 
 def print_calls(calls: list[Call]) -> None:
-    """Prints the calls, a line for every stay of a thread in a file."""
+    """Prints the calls, with one line for consecutive calls of a thread in the same file."""
     for thread in dict.fromkeys(call.thread for call in calls):
         print(thread)
         thread_calls = [call for call in calls if call.thread == thread]

@@ -22,8 +22,8 @@ STEPS = 600
 
 
 class Codebook(nn.Module):
-    """Holds moving averages of how often each code was chosen, and of the sum of what it was
-    chosen for.
+    """Moving averages of how often each code was chosen, and of the sum of the values for which it
+    was chosen.
     """
 
     counts: Tensor
@@ -36,9 +36,7 @@ class Codebook(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encodes, takes the nearest code, and decodes. Codes are moving averages of what was
-    encoded.
-    """
+    """Encodes, takes the nearest code, and decodes. Codes are moving averages of encoded values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def checked_pages() -> list[Checked]:
 
 
 def problems(pages: list[Checked]) -> list[str]:
-    """Returns what is wrong, a sentence each."""
+    """Returns the errors, one sentence each."""
     sentences = []
     for page in pages:
         sentences += page.errors
@@ -38,7 +38,7 @@ def problems(pages: list[Checked]) -> list[str]:
 
 
 def plan_problems() -> list[str]:
-    """Returns what is wrong with the plans; prints why nobody can tell."""
+    """Returns the errors of the plans, or prints why they cannot be checked."""
     try:
         return list(plans.wrong(ROOT))
     except plans.Skipped as reason:

@@ -92,7 +92,7 @@ def of_gossip() -> Iterator[Claim]:
 
 
 def _differences(claim: str, method: str) -> list[float]:
-    """Returns how far the losses of a method are from those beside it, with their intervals."""
+    """Returns the differences of a method's losses from its reference's, with their intervals."""
     numbers = []
     for row in _summary(claim):
         if row.get("method") == method:

@@ -19,7 +19,7 @@ _UNIT = r"times|s|ms|ns|seconds|hours|MB|GB|TB|kB|MiB|KiB|bytes|nats"
 
 _BESIDE = re.compile(rf"\s(?:%|±|(?:{_UNIT})\b)")
 _NUMBERS = re.compile(rf"[-+\d.,/ ±%]*(?:{_UNIT})?\s*")
-"""What stands beside a measured number; and a cell of numbers alone."""
+"""Patterns of text next to a measured number, and of a cell that contains only numbers."""
 
 _IS_SETTING = re.compile(r"(?:Python|torch|Lightning|CUDA|NCCL|arXiv|Linux|SLURM)\s*$")
 
