@@ -211,8 +211,8 @@ def with_ddp(loop: Loop, sync_every: int, turns: int) -> Row:
 
 
 def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Trains two groups on one device with real Trainers over gloo, between two independent ones
-    and two with DDP.
+    """Trains two groups on one device with real Trainers over gloo, between two on their own and
+    two of DDP.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     sync_every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
