@@ -223,7 +223,7 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
         "devices": 1,
     }
     timed = partial(step_times, size, batch, rank)
-    # Independent processes, side by side like the groups after them.
+    # Processes that know of nobody, side by side like the groups after them.
     groups = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
     plain = timed(steps, sync_every, **common)
     os.environ.update(groups)
@@ -233,7 +233,7 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
     )  # fmt: skip
     streaming = timed(steps, sync_every, strategy=strategy, num_nodes=2, **common)
     totals = strategy.report()
-    # DDP over the same connection between the processes, with only enough steps to time one.
+    # DDP on the same way between the processes, in as few steps as show what one takes.
     ddp_strategy = DDPStrategy(process_group_backend="gloo")
     ddp = timed(8, 3, strategy=ddp_strategy, num_nodes=2, **common)
     title = f"{name}, two groups on one device"

@@ -242,8 +242,8 @@ class Progress:
             self.applied = start
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
-        """Takes in the position of a hub, which resends all records after the applied one. Records
-        from another hub that have not landed are dropped, as they may not exist in this hub's run.
+        """Takes in the position of a hub, which sends all records after the applied one again.
+        Those that were heard of another hub, and have not landed, may not have happened in its run.
         """
         last_record = self.records.get(closed.round)
         if last_record is None or last_record.position != closed:

@@ -140,7 +140,7 @@ class RecordQueue:
     Attributes:
         applied: The last round of every fragment that has landed; None without a state.
         kept_from: The first round of every fragment whose payloads the hub keeps.
-        fetching: The keys of records whose payloads are being fetched.
+        fetching: Keys of records whose payloads are being fetched.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class RecordQueue:
             self._waiting.append(record)
 
     def welcome(self, kept_from: Sequence[int]) -> None:
-        """Starts over, because the hub resends all records after a welcome."""
+        """Starts over: after a welcome, the hub sends all records again."""
         self.kept_from = kept_from
         self._waiting.clear()
 
@@ -538,7 +538,7 @@ class HubConnection:
                 # Early payloads that do not count are not needed.
                 if early.fragment == record.fragment and early.round <= record.round:
                     del self._early[key]
-            # A record of an earlier connection arrives again, or does not exist in a run that was
+            # A record of an earlier connection comes again, or did not happen in a run that was
             # founded again.
             if self._rank or record.key in self.records.fetching:
                 self.records.fetching.discard(record.key)

@@ -432,7 +432,7 @@ class FederatedWorld:
         launch = launch._replace(
             buffers=buffers,
             is_dense=self._rounds.schedule.is_dense_round(begun.round),
-            # A site cannot know what others have changed, so it sends its own changes.
+            # A site cannot know what others have changed: it sends what it has changed itself.
             travelling=tuple(fragment.untrained.changed_since(buffers)),
             step_time=self._rounds.step_clock.seconds,
         )
@@ -703,7 +703,9 @@ class FederatedWorld:
             _log.warning("This site points against the others: %s", AGAINST_OTHERS)
 
     def _commit(self, record: Record, stepped: Stepped, action: MergeAction, steps: int) -> None:
-        """Applies an action to the values of a fragment, ``steps`` inner steps after the launch."""
+        """Does to the values of a fragment what an action says, ``steps`` inner steps after the
+        launch.
+        """
         fragment = self._rounds.fragments[record.fragment]
         arrival = stepped.arrival
         if action is MergeAction.CARRY:
@@ -721,7 +723,7 @@ class FederatedWorld:
             rule = Mix(0.0)
             arrival = arrival._replace(gathered=[stepped.outer])
         elif not landing.counted:
-            # If no site has trained, nothing changes.
+            # If no site has trained, nothing moves.
             rule = Mix(1.0)
         fragment.land(arrival, rule, steps, final=record.final)
         if self.follower.site in record.without_buffers:

@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts the utilisation, bytes and bandwidth of a run with a number of inner steps."""
+    """Predicts utilisation, bytes and bandwidth of a run with a number of inner steps."""
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
@@ -55,8 +55,8 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(method: Method, link: Link, target: float) -> float | None:
-    """Finds the lowest bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
-    thousandth; None if there is none.
+    """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
+    thousandth; None if none.
     """
 
     def reaches(exponent: float) -> bool:
