@@ -1,24 +1,24 @@
-"""How much of the possible work counts where sites stall now and then: with a quorum, and waiting
-for all.
+"""Measures how much of the possible work counts if sites stall now and then: with a quorum, and
+when waiting for all.
 
     python -m benchmarks.backup_workers [--quick] [--json FILE]
 
-Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2
-% of its rounds a site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules
-are the real ones, `Ledger` and `Follower`, without tensors. In the last two rows nobody stalls, and
-one site sends what it launches 8 s late.
+Eight sites train in rounds of 30 s (30 inner steps of a second). A launch lands 5 s later. In 2 %
+of its rounds, a site stalls for 60 s but continues to send heartbeats. Time is virtual; the rules
+are the real ones, `Ledger` and `Follower`, without tensors. In the last two rows, no site stalls,
+but one site sends its launches 8 s late.
 
-- **goodput**: inner steps that counted in a record, over those that all sites could make in that
-  time if nobody stalled or waited. Each site stalls for 1.2 s in 30 s of training, so that 30 /
-  31.2 = 96.2 % is the most there can be.
-- **counted**: inner steps that counted, over those that were trained. The rest is pending at the
-  end, or was dropped.
-- **on time**: launches that counted in the round for which they were made, over all launches.
-- **landing**: mean seconds from a launch that counted until it landed.
+- **goodput**: inner steps that counted in a record, divided by those that all sites could take in
+  that time if none stalled or waited. Each site stalls for 1.2 s in 30 s of training, so the
+  maximum is 30 / 31.2 = 96.2 %.
+- **counted**: inner steps that counted, divided by those that were trained. The rest is pending at
+  the end or was dropped.
+- **on time**: launches that counted in the round for which they were made, divided by all launches.
+- **landing**: mean seconds from a launch that counted to its landing.
 
-A site that was late carries what it has trained and trains on. With *idle catch-up* it trains no
-further until others begin the next round. Waiting for all in a fixed world is played with its own
-rule: nobody goes beyond a landing before the launches of all are there.
+A late site carries its training and continues to train. With *idle catch-up*, it does not train
+until others begin the next round. For groups that are launched together, waiting for all is
+simulated with their own rule: no group continues past a landing before all launches have arrived.
 """
 
 import heapq
@@ -50,21 +50,21 @@ FOR_EVER = 1e9
 
 @dataclass(frozen=True)
 class Case:
-    """Sites, what happens to them, and the terms of their federation.
+    """The sites, their stalls, and the terms of their federation.
 
     Attributes:
-        sites: How many there are.
-        sync_every: Inner steps of a round, each of a second.
-        overlap_steps: After how many of them a launch lands.
-        stall: Seconds for which a site stalls.
-        share: In which share of its rounds.
-        rounds: How many rounds a site could make in the time that is played.
+        sites: The number of sites.
+        sync_every: The inner steps of a round, each of which takes a second.
+        overlap_steps: The number of inner steps after which a launch lands.
+        stall: The seconds for which a site stalls.
+        share: The share of its rounds in which a site stalls.
+        rounds: The number of rounds that a site could complete in the simulated time.
         quorum: As in `Terms`.
         grace: As in `Terms`.
-        delays: Seconds by which what each site sends comes later; empty for none.
-        latency: Seconds that every message takes.
-        idles: Whether a site that was late idles until the next round.
-        seed: Decides who stalls when.
+        delays: The seconds by which the messages of each site are delayed; empty for none.
+        latency: The seconds that every message takes.
+        idles: Whether a late site idles until the next round.
+        seed: The seed that decides when each site stalls.
     """
 
     sites: int = 8
@@ -85,7 +85,7 @@ class Case:
         return float(self.rounds * self.sync_every)
 
     def steps_of(self, site: int) -> Iterator[float]:
-        """Yields how long each inner step of a site takes: in some rounds one of them takes
+        """Yields the duration of each inner step of a site; in some rounds, one step takes
         longer.
         """
         random = Random(f"{self.seed} {site}")
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass
 class Site:
-    """A site: the real follower, a number in place of parameters, and what happened to it."""
+    """A site: the real follower, a number instead of parameters, and statistics."""
 
     name: str
     follower: Follower
@@ -114,7 +114,7 @@ class Site:
 
 
 class Play:
-    """Plays sites and their hub, each message and each inner step at its time."""
+    """Simulates sites and their hub, with each message and each inner step at its time."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -155,8 +155,8 @@ class Play:
     # A site
 
     def _turn(self, site: Site, trains: bool) -> None:
-        """Ends an inner step, or a moment of waiting: hears, launches and lands, as `SitePace`
-        does.
+        """Ends an inner step or a moment of waiting: receives events, launches and lands, like
+        `SitePace`.
         """
         follower = site.follower
         site.step += 1
@@ -262,7 +262,9 @@ class Play:
 
 
 def wait_for_all(case: Case) -> dict[str, float]:
-    """Plays worker groups that are launched together: a landing waits for the launches of all."""
+    """Simulates worker groups that are launched together: a landing waits for the launches of all
+    groups.
+    """
     steps = [case.steps_of(site) for site in range(case.sites)]
     clocks = [0.0] * case.sites
     steps_made = 0
@@ -288,16 +290,16 @@ def wait_for_all(case: Case) -> dict[str, float]:
 
 
 def goodput_of_all(case: Case) -> float:
-    """Returns the goodput of waiting for all: every round in which anybody stalls costs what
-    overlap leaves of it.
+    """Returns the goodput of waiting for all: every round with a stall costs the part of the stall
+    that overlap does not hide.
     """
     anybody = 1 - (1 - case.share) ** case.sites
     return case.sync_every / (case.sync_every + anybody * (case.stall - case.overlap_steps))
 
 
 def goodput_at_most(case: Case) -> float:
-    """Returns the goodput if nobody waits for another: what stalls leave of the time of each
-    site.
+    """Returns the goodput if no site waits for another: the share of time in which a site does not
+    stall.
     """
     return case.sync_every / (case.sync_every + case.share * case.stall)
 

@@ -1,4 +1,4 @@
-"""Draws what a wrong H or a wrong inner learning rate costs four groups, from the runs of
+"""Draws the cost of a wrong H or a wrong inner learning rate with four groups, from the runs of
 ``benchmarks.quality --stage bands``.
 
     python -m benchmarks.bands [--json docs/benchmarks/quality.json] [--picture FILE]
@@ -19,14 +19,14 @@ SIZE = "0.1M"
 
 
 class Bands(NamedTuple):
-    """Four groups beside DDP, by H and by the inner learning rate, smallest first."""
+    """Four groups compared with DDP, by H and by the inner learning rate, smallest first."""
 
     by_length: Sequence[Comparison]
     by_rate: Sequence[Comparison]
 
 
 def bands_of(finished: Runs) -> Bands:
-    """Returns the bands as far as they were made."""
+    """Returns the bands for which runs exist."""
     settings = quality.planned(quality.STAGES["bands"], [SIZE], None, "cpu")
     bare = quality.alone(SIZE, 4, quality.HELD_OUT[0], sync_every=None)
     comparisons = comparison.compared(finished, {f"{SIZE}, M=4, bare name": [bare], **settings})

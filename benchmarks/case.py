@@ -1,4 +1,4 @@
-"""What is trained over slow links: the same for all methods. Needs nothing but torch."""
+"""The model and data that all methods train over slow links. This module needs only torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from benchmarks.stamps import Stamps
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a virtual accelerator, and what all methods that exchange now and then have in
-    common.
+    """A model, a virtual accelerator, and the settings that all methods with periodic exchanges
+    share.
 
     Attributes:
         size: The model.
-        fragments: Number of fragments, of equally many blocks; what stands outside goes with the
-            first and the last.
+        fragments: The number of fragments, which have equally many blocks; parameters outside the
+            blocks belong to the first and the last.
         batch: Windows of each group in a step.
-        step_seconds: How long forward and backward take.
+        step_seconds: The duration of forward and backward.
         sync_every: H.
         overlap_steps: tau.
         mixing: alpha.
-        compression: That of ours.
-        outer_lr: Learning rate of the outer optimizer of torchft.
+        compression: The compression of Streaming DiLoCo.
+        outer_lr: The learning rate of torchft's outer optimizer.
     """
 
     size: Size
@@ -38,15 +38,15 @@ class Case:
     mixing: float = 0.5
     compression: str = "fp4"
 
-    # No field, and so the same in all cases of a class.
+    # This is not a field, so it is the same in all cases of a class.
     outer_lr: ClassVar[float] = 0.4
 
     def net(self) -> nn.Module:
-        """The model; all ranks start alike."""
+        """Returns the model, with the same initial weights on all ranks."""
         return self.size.make()
 
     def inner(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """The inner optimizer: a cheap one, since it has no part in what is compared."""
+        """Returns the inner optimizer, a cheap one, because it does not affect the comparison."""
         return torch.optim.SGD(parameters, lr=1e-3)
 
     def over(self, updates: int) -> "Case":
@@ -57,11 +57,11 @@ class Case:
         return random_batches(self.size, self.batch, seed=rank)
 
     def stamps(self, net: nn.Module, rank: int) -> Stamps:
-        """Takes the times of a rank, which trains this network."""
+        """Returns the time stamps for a rank that trains this network."""
         return Stamps(self.step_seconds)
 
     def blocks(self, fragment: int) -> list[int]:
-        """The blocks of a fragment, strided as in the paper."""
+        """Returns the blocks of a fragment, strided as in the paper."""
         return list(range(fragment, self.size.layers, self.fragments))
 
     def patterns(self, prefix: str) -> list[list[str]]:

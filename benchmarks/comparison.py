@@ -1,5 +1,5 @@
-"""How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and
-as a picture.
+"""Compares settings with DDP in pairs of runs with the same data and start, as a table and as a
+picture.
 """
 
 import argparse
@@ -15,17 +15,15 @@ from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
 
 FEWEST_ROUNDS = 14
-"""A training with fewer rounds says nothing about a setting, and is left out."""
+"""A training with fewer rounds is not informative about a setting, and is left out."""
 
 Pairs = Sequence[tuple[Training, Training]]
-"""Trainings, each with the one by DDP on the same data and from the same start."""
+"""Trainings, each paired with one by DDP on the same data and from the same start."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were
-    made.
-    """
+    """A setting and its reference, such as DDP, seed by seed, where both runs exist."""
 
     name: str
     ours: Sequence[Run]
@@ -33,19 +31,21 @@ class Comparison:
 
     @property
     def nats(self) -> list[float]:
-        """How much worse it is, in nats per byte."""
+        """The difference from the reference, in nats per byte; positive if it is worse."""
         runs = zip(self.ours, self.plain, strict=True)
         return [ours["loss"] - plain["loss"] for ours, plain in runs]
 
     @property
     def percent(self) -> list[float]:
-        """How much worse it is, in percent of the other's loss."""
+        """The difference in percent of the reference's loss; positive if it is worse."""
         runs = zip(self.ours, self.plain, strict=True)
         return [100 * (ours["loss"] / plain["loss"] - 1) for ours, plain in runs]
 
     @property
     def verdict(self) -> str:
-        """Says if it is worse or better; an interval that contains 0 shows no difference."""
+        """A text that says whether it is worse or better; an interval that contains 0 shows no
+        difference.
+        """
         half = half_width(self.percent)
         if half is None:
             return ""
@@ -77,7 +77,7 @@ COLUMNS += ["loss of DDP", "of ours", "minus DDP", "in %"]
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
-    """Returns the mean with half the width of its 95 % interval.
+    """Formats the mean with half the width of its 95 % interval.
 
     >>> interval([0.01, 0.02, 0.03])
     '+0.020 ± 0.025'
@@ -88,7 +88,7 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
 
 
 def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
-    """Returns the settings of which something was made, with their DDP."""
+    """Returns the settings for which runs exist, with their DDP runs."""
     comparisons = []
     for name, pairs in settings.items():
         ours: list[Run] = []
@@ -111,8 +111,8 @@ def tell(
     options: argparse.Namespace,
     caption: str = "",
 ) -> None:
-    """Prints a row for each setting, and writes and draws what the command line of a benchmark
-    asks for.
+    """Prints a row for each setting, and writes and draws the outputs that the command line
+    requests.
     """
     explained = (
         "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
@@ -129,10 +129,12 @@ def headline(comparisons: Iterable[Comparison]) -> dict[str, float]:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
-    """Draws how much worse than DDP each setting is, with its interval; hollow where that holds 0."""
+    """Draws the difference of each setting from DDP with its interval; markers are hollow if the
+    interval contains 0.
+    """
     if path is None:
         return
-    # Not at the head: a machine on which only numbers are measured may not have what draws.
+    # Imported here, because a machine that only measures may not have matplotlib.
     from benchmarks.picture import figure, save
     from lightning_sdiloco.tools.output import STREAMING
 
@@ -143,7 +145,7 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
 
 
 def plot_all(axes: Any, comparisons: Sequence[Comparison], color: str) -> None:
-    """Draws by how many percent each setting is worse, one below the other, and their names."""
+    """Draws the difference of each setting in percent, one below the other, with their names."""
     from lightning_sdiloco.tools.output import DDP
 
     places = [-number for number in range(len(comparisons))]
@@ -154,7 +156,9 @@ def plot_all(axes: Any, comparisons: Sequence[Comparison], color: str) -> None:
 
 
 def _plot(axes: Any, place: int, comparison: Comparison, color: str) -> None:
-    """Draws by how many percent a setting is worse, with its interval; hollow where that holds 0."""
+    """Draws the difference of a setting in percent with its interval; the marker is hollow if the
+    interval contains 0.
+    """
     style = {"fmt": "o", "color": color, "capsize": 3}
     if comparison.verdict not in ("worse", "better"):
         style["mfc"] = axes.get_facecolor()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.compression [--speed VALUES] [--two-shots] [--quick] [--json FILE]
 
---speed measures the speeds of what has a name alone, --two-shots what the second rounding of two
-shots costs, beside a gather and its bytes. The outer gradients are those of DiLoCo on small models,
-and synthetic ones that are harder.
+--speed measures only the speeds of named compressions. --two-shots measures the cost of the second
+rounding in two shots, compared with a gather, and the bytes. The outer gradients come from DiLoCo
+on small models; harder ones are synthetic.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Replicas = list[Tensor]
 def outer_gradients(
     size: Size, rounds: int, groups: int = 2, sync_every: int = 20
 ) -> list[Replicas]:
-    """Trains replicas, with SGD with Nesterov momentum outside, and returns their outer gradients
+    """Trains replicas with Nesterov SGD as the outer optimizer, and returns their outer gradients
     of every round.
     """
     training = Training(size, groups=groups, lr=1e-3, warmup=0.0)
@@ -77,7 +77,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def heavy_tails(numel: int) -> dict[str, Replicas]:
-    """Vectors with heavy tails, a pair of replicas each."""
+    """Vectors with heavy tails, each as a pair of replicas."""
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(2, numel, generator=generator) for _ in range(5)]
     student = normal[0] / (torch.stack(normal[1:4]).square().mean(0)).sqrt()
@@ -94,13 +94,13 @@ def heavy_tails(numel: int) -> dict[str, Replicas]:
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of a compression for a vector ``x`` that comes back as ``q``."""
+    """The errors of a compression that decodes a vector ``x`` as ``q``."""
 
     relative: float
     """|q - x| / |x|, of one replica."""
     cosine: float
     mean: float
-    """|mean q - mean x| / |mean x| over the replicas: what training sees."""
+    """|mean q - mean x| / |mean x| over the replicas, the error that matters in training."""
 
 
 def errors(replicas: Replicas, quantise: Callable[[Tensor], Tensor]) -> Errors:
@@ -124,7 +124,7 @@ def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
 
 
 FAMILY: dict[str, Compression] = {
-    # Without a threshold from earlier launches, the one that varies is top_k.
+    # Without a threshold from earlier launches, the varying one is top_k.
     **{name: codec for name, codec in COMPRESSIONS.items() if not codec.traits.varies},
     "ErrorFeedback(Int2())": ErrorFeedback(Int2()),
     "ErrorFeedback(FP4())": ErrorFeedback(FP4()),
@@ -142,15 +142,15 @@ FAMILY: dict[str, Compression] = {
 
 @dataclass(frozen=True)
 class FP4ByTorch(FP4):
-    """`FP4` as it runs where there is no C compiler."""
+    """`FP4` as it runs without a C compiler."""
 
     encode = Blockwise.encode
     decode = Blockwise.decode
 
 
 def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
-    """Relative error of all rounds of a replica added up, with the memory that the compression
-    asks for.
+    """Returns the relative error of the sum over all rounds of a replica, with the memory that the
+    compression needs.
     """
     sent = torch.zeros_like(rounds[0][0]).double()
     true = torch.zeros_like(rounds[0][0]).double()
@@ -178,8 +178,8 @@ def seconds(work: Callable[[], object]) -> float:
 def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, list[float]]:
     """Speeds on one thread by name: first quartile, median and third, relative to a copy.
 
-    0.25 takes four times as long. Each time is compared with that of a copy right before it, or a
-    load would tell.
+    0.25 takes four times as long. Each time is compared with that of a copy right before it, so
+    that other load does not matter.
     """
     values = torch.randn(numel)
     out = torch.empty(numel)
@@ -217,7 +217,7 @@ def means(
     memories: list[Tensor | None],
     residuals: list[Tensor | None],
 ) -> Tensor:
-    """Computes the mean of a round in one place, and replaces memories and residuals."""
+    """Computes the mean of a round, and replaces memories and residuals."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
     mean = shots.reduce_locally(gradients, memories, residuals, count)
     encoded = list(map(shots.encode, gradients, memories))
@@ -233,7 +233,9 @@ def means(
 def error_of_the_means(
     kind: type[AllReduce], codec: Compression, rounds: list[Replicas], groups: int, forgets: bool
 ) -> float:
-    """Relative error of the means of all rounds added up: what the outer parameters are off by."""
+    """Returns the relative error of the sum of all rounds' means, which is the error of the outer
+    parameters.
+    """
     memories: list[Tensor | None] = [None] * groups
     residuals: list[Tensor | None] = [None] * groups
     sent = torch.zeros_like(rounds[0][0]).double()

@@ -1,12 +1,12 @@
-"""Makes a corpus of a size for larger models out of the kernel's sources, which every Debian ships.
+"""Makes a corpus for larger models from the sources of the Linux kernel, which Debian provides.
 
     apt-get download linux-source-6.1
     dpkg-deb --extract linux-source-6.1_*.deb .
     python -m benchmarks.corpus usr/src/linux-source-6.1.tar.xz data/linux.xz [--megabytes 220]
 
-The ``.c`` files, each content once, in the order of their digests: the same from the same archive,
-and no two neighbours of one folder. The last `VALIDATION_BYTES` are for validation, and begin with
-a file of their own.
+The corpus contains the ``.c`` files, without duplicates, in the order of their digests. So the same
+archive gives the same corpus, in which neighbouring files come from different folders. The last
+`VALIDATION_BYTES` are for validation and begin at the start of a file.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def sources(archive: Path) -> Iterator[bytes]:
 
 
 def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
-    """Joins different contents by a zero byte: so many bytes for training, then those for
+    """Joins different contents by zero bytes: a number of bytes for training, followed by those for
     validation.
 
     Raises:
@@ -60,7 +60,7 @@ def joined(contents: Iterator[bytes], training_bytes: int) -> bytes:
 
 
 def read(path: Path) -> Tensor:
-    """Reads a corpus that was written here, as ``uint8``."""
+    """Reads a corpus that this module wrote, as ``uint8``."""
     return torch.frombuffer(bytearray(lzma.decompress(path.read_bytes())), dtype=torch.uint8)
 
 

@@ -1,16 +1,17 @@
-"""What worker groups cost in loss at ten million parameters and more, on one GPU; see PLAN.md.
+"""Measures the cost of worker groups in loss with ten million parameters and more, on one GPU; see
+PLAN.md.
 
     python -m benchmarks.curve --corpus data/linux.xz [--size 10M] [--device cuda] [--workers N]
                                [--minutes M] [--quick] [--json FILE]
 
-`benchmarks.corpus` makes the corpus. DDP (M=1) and 4 and 8 groups share one batch in each step, so
-all train on the same tokens in the same order, in as many steps. Groups have the settings that the
-strategy chooses by itself, but for an H of 30, that of the published curves.
+`benchmarks.corpus` makes the corpus. DDP (M=1) and 4 and 8 groups use the same total batch in each
+step, so all train on the same tokens in the same order and number of steps. Groups use the settings
+that the strategy chooses, except for H=30, as in the published curves.
 
-Groups have the inner learning rate that a smaller model had; DDP tries a second one, and its better
-run counts. Beside them stand groups of which every value steps by itself, and DDP with the same
-outer step. With --json every run is kept at once, and runs that the file has are not made again;
-with --minutes a training whose time is up goes on with the next call.
+Groups use the inner learning rate of a smaller model. DDP tries a second rate, and its better run
+counts. For comparison, there are groups with elementwise outer steps, and DDP with the same outer
+step. With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped. With --minutes, a training that is out of time continues with the next call.
 """
 
 import argparse
@@ -42,12 +43,12 @@ class Point:
 
     Attributes:
         size: Its shape.
-        windows: Windows of all groups together in a step.
+        windows: The windows of all groups together in a step.
         lr: The inner learning rate of groups.
-        ddp_lrs: Those that DDP tries.
+        ddp_lrs: The inner learning rates that DDP tries.
         budget: Tokens per parameter.
-        validation_windows: Windows to judge by.
-        precision: That of products.
+        validation_windows: The number of validation windows.
+        precision: The precision of matrix products.
     """
 
     size: Size
@@ -92,7 +93,7 @@ class Curve:
         )
 
     def grouped(self, groups: int, seed: int, **choices: Any) -> Training:
-        """Makes groups with what the strategy chooses by itself, and with other choices."""
+        """Returns a training in groups with the strategy's choices, and with other choices."""
         ddp = self.ddp(seed)
         settings: dict[str, Any] = {"sync_every": SYNC_EVERY, "fragments": "strided"}
         settings["outer_optimizer"] = EQUALISED
@@ -105,7 +106,7 @@ class Curve:
         )
 
     def by_name(self, seed: int) -> dict[str, Training]:
-        """Returns what is compared with DDP, what is worth most first."""
+        """Returns the trainings that are compared with DDP, the most informative first."""
         return {
             **{f"M={groups}": self.grouped(groups, seed) for groups in GROUPS},
             "M=8, every value by itself": self.grouped(8, seed, outer_optimizer=ELEMENTWISE),
@@ -114,7 +115,7 @@ class Curve:
         }
 
     def stages(self) -> Iterator[list[Training]]:
-        """Yields what is trained, what is worth most first."""
+        """Yields the trainings, the most informative first."""
         yield [*self.tried(SEEDS[0]), *self.by_name(SEEDS[0]).values()]
         for seed in SEEDS[1:]:
             yield [*self.tried(seed), *(self.grouped(groups, seed) for groups in GROUPS)]
@@ -133,7 +134,7 @@ class Curve:
 
 
 def make(curve: Curve, finished: Runs, workers: int, minutes: float) -> None:
-    """Makes all trainings, or as many as there is time for."""
+    """Runs all trainings, or as many as there is time for."""
     deadline = time.time() + 60 * minutes
     for trainings in curve.stages():
         left = (deadline - time.time()) / 60
@@ -145,7 +146,7 @@ def make(curve: Curve, finished: Runs, workers: int, minutes: float) -> None:
 
 
 def rows_of(curve: Curve, finished: Runs) -> dict[str, list[tuple[Run, Run]]]:
-    """Returns the runs by name, each with DDP's of the same seed."""
+    """Returns the runs by name, each with the DDP run of the same seed."""
     rows = dict[str, list[tuple[Run, Run]]]()
     for seed in SEEDS:
         ddp = curve.best_ddp(seed, finished)
@@ -160,7 +161,7 @@ def rows_of(curve: Curve, finished: Runs) -> dict[str, list[tuple[Run, Run]]]:
 
 
 def percents(pairs: Sequence[tuple[Run, Run]]) -> list[float]:
-    """Returns how much more runs lose than DDP, in percent."""
+    """Returns how much higher the loss of runs is than DDP's, in percent."""
     return [100 * (run["loss"] / ddp["loss"] - 1) for run, ddp in pairs]
 
 

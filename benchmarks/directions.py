@@ -1,14 +1,14 @@
-"""What the direction of matrices costs a flight, beside inner steps and beside other ways to
-compute it.
+"""Measures the cost of the direction of matrices in a flight, compared with inner steps and with
+other ways to compute it.
 
     python -m benchmarks.directions [--quick] [--json FILE]
 
-One thread. Of the models of the other benchmarks it times `equalised` of all matrices of a round,
-and inner steps at the batch with which they are trained: the share is what a round adds to H=100 of
-these, all of it in the background. Of single matrices, as wide as those of 100 million and a
-billion parameters, it times `equalised`, torch's decomposition of singular values, and Muon's five
-steps in float32, which has other bits on every kind of processor and does not make singular values
-equal. Three times each; the median counts.
+Everything runs in one thread. For the models of the other benchmarks, it times `equalised` for all
+matrices of a round, and inner steps with the usual batch. The share is the time that a round adds
+to H=100 inner steps, all of it in the background. For single matrices, as wide as in models of 100
+million and a billion parameters, it times `equalised`, torch's singular value decomposition, and
+Muon's five steps in float32, whose results differ between processors and do not have equal singular
+values. Each is timed three times, and the median counts.
 """
 
 import time
@@ -47,7 +47,7 @@ MUON = (3.4445, -4.7750, 2.0315)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns how long something takes once it is warm."""
+    """Returns the duration of a function once it is warm."""
     work()
     taken = list[float]()
     for _ in range(TIMES):
@@ -58,7 +58,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def of_round(trained: Trained) -> tuple[float, float]:
-    """Returns how long the direction of all matrices takes, and an inner step."""
+    """Returns the durations of the direction of all matrices and of an inner step."""
     model = trained.size.make()
     outer = OuterOptimizer(direction="equalised")
     engine = StreamingDiLoCo(model, sync_every=SYNC_EVERY, outer_optimizer=outer)

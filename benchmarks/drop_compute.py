@@ -1,9 +1,9 @@
-"""Measures what DropCompute gains where micro-batches of the ranks of a group take unequal times,
-by sleeps.
+"""Measures the gain of DropCompute if the micro-batches of a group's ranks take unequal times,
+simulated by sleeps.
 
-Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. Ranks of a group train
-with gloo; each micro-batch takes a lognormal time. The same steps are made without and with a
-budget that the ranks chose.
+Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. The ranks of a group
+train with gloo, and each micro-batch takes a lognormal time. The same steps are taken with and
+without a budget that the ranks choose.
 """
 
 import time
@@ -54,7 +54,7 @@ def times(case: Case, steps: int, seed: int) -> torch.Tensor:
 
 
 def closed_form(case: Case, steps: int = 4000) -> Drop:
-    """Applies the rule to steps that cost nothing but their micro-batches."""
+    """Applies the rule to steps that consist only of micro-batches."""
     return best_drop(times(case, steps, seed=1).tolist(), overhead=0.0, most_dropped=0.1)
 
 
@@ -83,7 +83,7 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
                 engine.step(trained=loader.trained)
                 ends.append(time.perf_counter())
                 trained.append(loader.trained)
-        # The steps before these are those in which the ranks measure.
+        # The ranks measure during the steps before these.
         seconds_in_all = ends[-1] - ends[-1 - case.steps]
         timed.append(Timed(sum(trained[-case.steps :]), seconds_in_all, loader.budget))
     engine.finish()
@@ -91,7 +91,7 @@ def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Makes the same steps without and with dropping, and returns what was gained."""
+    """Takes the same steps with and without dropping, and returns the gain."""
     ranks = run_ranks(_rank, case.ranks, case, timeout=600)
     trained = [sum(rank[run].trained for rank in ranks) for run in (0, 1)]
     seconds = [max(rank[run].seconds for rank in ranks) for run in (0, 1)]

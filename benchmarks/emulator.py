@@ -1,13 +1,14 @@
-"""Joins network namespaces by slow links: a star of sites whose packets wait as they would on the
-way.
+"""Connects network namespaces by slow links, as a star of sites whose packets are delayed as on
+real links.
 
-A process of its own, started by `benchmarks.links`. It needs root, Linux and nothing but the
-standard library: each site has a TUN device, and a packet read from one is written to another when
-it would have arrived. TCP hands over segments of up to 64 KB, which are counted as the packets of
-1500 bytes that they stand for. So a link of 1 Gbit/s costs a third of a core.
+This is a separate process, started by `benchmarks.links`. It needs root, Linux and only the
+standard library. Each site has a TUN device, and a packet that is read from one device is written
+to another at the time at which it would arrive. TCP passes segments of up to 64 KB, which are
+counted as the packets of 1500 bytes that they represent. So a link of 1 Gbit/s costs a third of a
+core.
 
-A line of JSON on standard input changes the link of one site: its number as ``site``, and fields of
-`Site`.
+A line of JSON on standard input changes the link of one site. It contains the site's number as
+``site``, and fields of `Site`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _IFF_TUN = 1
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
 _ETHERNET = 14
-_AT_ONCE = 16  # packets that are read from one site before the others have their turn
+_AT_ONCE = 16  # packets that are read from one site before the next site's turn
 _VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
 _PR_SET_PDEATHSIG = 1
 _FROM, _TO = (
@@ -46,8 +47,8 @@ _FROM, _TO = (
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions but for `up_rate` and for what is
-    cut.
+    """A site: its link to the star, which is the same in both directions except for `up_rate` and
+    for cuts.
     """
 
     device: int
@@ -64,11 +65,11 @@ class Site:
 
     @property
     def sends(self) -> float:
-        """How many bytes it sends in a second; 0: unlimited."""
+        """The bytes that it can send per second; 0 means unlimited."""
         return self.rate if self.up_rate is None else self.up_rate
 
     def change(self, **fields: Any) -> None:
-        """Changes the link. A NAT that is told of forgets what it knew."""
+        """Changes the link. If a NAT is named, it loses its state."""
         if "nat" in fields:
             self.flows.clear()
         for name, value in fields.items():
@@ -91,7 +92,9 @@ def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
 
 
 def _begins(packet: bytes) -> bool:
-    """Tells whether a packet begins a connection: the first of TCP, and any other packet."""
+    """Returns whether a packet begins a connection: the first packet of TCP, or any packet of
+    another protocol.
+    """
     return (
         packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
     )
@@ -99,7 +102,9 @@ def _begins(packet: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """The settings of all links: seconds between two sites, seconds of data that wait."""
+    """The settings of all links: the delay between two sites, and the length of queues, in
+    seconds.
+    """
 
     delay: float
     queue: float
@@ -117,7 +122,7 @@ def main() -> None:
         socket.inet_aton(host): site
         for (_, host), site in zip(choices["sites"], sites, strict=True)
     }
-    os.nice(-10)  # a packet that waits for the processor is a slower link
+    os.nice(-10)  # waiting for the processor would make links slower
     print("ready", flush=True)
     Star(link, sites, hosts).run()
 
@@ -148,8 +153,8 @@ class Star:
         self._link = link
         self._sites = {site.device: site for site in sites}
         self._hosts = hosts
-        # When, a number that keeps the order, whether it has come through the receiver's link,
-        # from, to, bytes, packet.
+        # The time, a number that keeps the order, whether it has passed the receiver's link,
+        # sender, receiver, bytes, packet.
         self._waiting: list[tuple[float, int, bool, Site, Site, int, bytes]] = []
         self._number = 0
 
@@ -220,7 +225,7 @@ class Star:
             if to.rate and not through:
                 if to.down - moment > self._link.queue:
                     continue
-                # A packet from a link as fast as this one waits only behind packets of other sites.
+                # A packet from an equally fast link waits only behind packets of other sites.
                 sent_by = moment - wire / site.sends if site.sends else moment
                 to.down = max(max(sent_by, to.down) + wire / to.rate, moment)
                 if to.down > moment:

@@ -1,13 +1,13 @@
-"""What few rounds, and rounds of few inner steps, cost against DDP: with an outer momentum of 0.9,
-and as chosen.
+"""Measures the cost of few rounds, and of short rounds, compared with DDP: with an outer momentum
+of 0.9, and with the chosen one.
 
     python -m benchmarks.few_rounds [--workers N] [--minutes M] [--quick] [--json FILE]
 
-Two groups, and 5, 10, 20 and 40 rounds of: a mean-variance regression of 32, 128 and 512 steps,
-which is of 2,752 parameters and over in seconds; fine-tuning of 500 steps, with LoRA and of all
-parameters, as in `benchmarks.finetuning`; and a training from the start, with 16 tokens per
-parameter. Also from the start rounds of 5 and 10 steps. With --json every run is kept at once, and
-runs that the file has are not made again.
+Two groups train in 5, 10, 20 and 40 rounds. The tasks are a mean-variance regression of 32, 128 and
+512 steps, which has 2,752 parameters and takes seconds; fine-tuning for 500 steps, with LoRA and of
+all parameters, as in `benchmarks.finetuning`; and training from scratch, with 16 tokens per
+parameter, where rounds of 5 and 10 steps are also measured. With --json, every run is saved as soon
+as it ends, and runs that are already in the file are skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ ROUNDS = (5, 10, 20, 40)
 REGRESSIONS = (32, 128, 512)
 REGRESSION_SEEDS = range(10)
 SHORT = {5: 1, 10: 2}
-"""Rounds of few steps: H, and how many of them a fragment is in flight."""
+"""Rounds of few steps: H, and the steps for which a fragment is in flight."""
 
 FROM_SCRATCH = Training(SMALL, groups=2, batch=2, lr=6e-3)
 LR = 3e-3
@@ -42,7 +42,7 @@ LR = 3e-3
 
 
 def momenta(sync_every: int, rounds: int) -> list[float]:
-    """The outer momentum of long runs, and the one that is chosen if it is another."""
+    """The outer momentum of long runs, and the chosen one if it differs."""
     settings = Settings(sync_every=sync_every, overlap_steps=0, outer_optimizer=ELEMENTWISE)
     chosen = settings.chosen_for(2, rounds)
     return sorted({0.9, chosen.numbers["outer_momentum"]}, reverse=True)
@@ -60,9 +60,7 @@ def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: int = 32) -> float:
-    """Trains two groups, or as DDP does without choices; returns the root of the mean squared
-    error.
-    """
+    """Trains two groups, or DDP if there are no choices; returns the root mean squared error."""
     random = torch.Generator().manual_seed(seed)
     x, y = points(2048, random)
     held_out_x, held_out_y = points(1000, random)
@@ -92,7 +90,7 @@ def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: i
 
 
 def regressions(seeds: range) -> dict[str, list[float]]:
-    """By how many percent the error is above that of DDP, by setting and seed."""
+    """The percentage by which the error is above DDP's, by setting and seed."""
     percent_above = {}
     for steps in REGRESSIONS:
         plain = [regression(seed, steps, None) for seed in seeds]
@@ -141,7 +139,7 @@ def from_scratch(seed: int) -> Iterator[Training]:
 
 
 def pairs_of(seeds: Sequence[int]) -> dict[str, list[tuple[Training, Training]]]:
-    """Each training of language beside its DDP, by setting."""
+    """The trainings on text and their DDP runs, by setting."""
     tuned = paired(training for seed in seeds for training in fine_tuned(seed))
     settings: dict[str, list[tuple[Training, Training]]] = {
         name: [*pairs] for name, pairs in tuned.items()
@@ -163,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {} if options.quick else pairs_of(SEEDS)
     finished = Runs("few_rounds", options.json)
     if settings:
-        # Once, before several processes want it.
+        # Once, before several processes need it.
         pretrained_weights(SMALL, 16.0)
         finished.make(runs.of_pairs(settings), options.workers, options.minutes)
     above = regressions(range(2) if options.quick else REGRESSION_SEEDS)

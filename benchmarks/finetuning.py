@@ -1,17 +1,19 @@
-"""What fine-tuning in worker groups costs against DDP, with LoRA and of all parameters.
+"""Measures the cost of fine-tuning in worker groups compared with DDP, with LoRA and of all
+parameters.
 
     python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json
     FILE] [--picture FILE]
 
-A model is trained on the sources of Python's standard library first, and kept in the folder for
-temporary files. Then it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps.
-Two stages:
+A model is first trained on the sources of Python's standard library, and kept in the folder for
+temporary files. Then it is fine-tuned for 500 steps on English, the texts that ``help()`` shows.
+There are two stages:
 
-- ``rates``: the inner learning rate, for DDP and for worker groups, each on its own, with one seed.
-- ``verdict``: three other seeds, with what the stage before has chosen, each paired with DDP on
-  data and start.
+- ``rates``: the inner learning rate, separately for DDP and for worker groups, with one seed.
+- ``verdict``: three other seeds, with the rates of the previous stage, each paired with a DDP run
+  with the same data and start.
 
-With --json every run is kept at once, and runs that the file has are not made again.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped.
 """
 
 import os
@@ -46,7 +48,7 @@ PRETRAINED_LR = 6e-3
 """With which DDP does best from scratch; see `benchmarks.quality --stage rates`."""
 
 METHODS = {"all parameters": 0, "LoRA": 8}
-"""The rank of the adapters, 0 without."""
+"""The rank of the adapters; 0 without adapters."""
 
 TUNING_SEED = 0
 SEEDS = (6, 7, 8)
@@ -63,12 +65,12 @@ RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
 DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
 LR = {"all parameters": 3e-3, "LoRA": 1.5e-2}
 DDP_LR = {"all parameters": 6e-3, "LoRA": 2e-2}
-"""The inner learning rates at which each does best, of those that stage ``rates`` tries."""
+"""The best inner learning rate of each method, of those that stage ``rates`` tries."""
 
 
 class Adapted(nn.Module):
-    """A linear layer whose weight stays, plus a trainable product of two thin matrices that starts
-    at zero.
+    """A linear layer with a frozen weight, plus a trainable product of two thin matrices that
+    starts at zero.
     """
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
@@ -84,7 +86,7 @@ class Adapted(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freezes a model, and gives all linear layers of its blocks an adapter."""
+    """Freezes a model, and adds an adapter to all linear layers of its blocks."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.startswith("blocks.") and isinstance(module, nn.Linear):
@@ -93,9 +95,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 
 class Sources(Text):
-    """The sources of the standard library without the texts of `Topics`; to train on, not to judge
-    by.
-    """
+    """The sources of the standard library without the texts of `Topics`, for training only."""
 
     def __init__(self, size: Size) -> None:
         sources = [
@@ -107,7 +107,9 @@ class Sources(Text):
 
 
 class Topics(Text):
-    """The texts of ``help()``, in English: each paragraph once, a tenth of them to judge by."""
+    """The texts of ``help()``, in English, without duplicate paragraphs; a tenth of them is for
+    validation.
+    """
 
     def __init__(self, size: Size, validation_windows: int) -> None:
         from pydoc_data.topics import topics
@@ -134,7 +136,7 @@ _topics = cache(Topics)
 
 @dataclass(frozen=True)
 class FineTuning(Training):
-    """One fine-tuning of a model that was pretrained alike for all."""
+    """A fine-tuning of a pretrained model that is the same for all runs."""
 
     lora_rank: int = field(default=0, kw_only=True)
     pretrained: float = field(default=16.0, kw_only=True)
@@ -156,7 +158,7 @@ class FineTuning(Training):
 
 
 def pretrained_weights(size: Size, budget: float) -> Path:
-    """Returns the file of a pretrained model, and trains it if there is none."""
+    """Returns the file of a pretrained model, which is trained if there is none."""
     shape = f"{size.layers}-{size.width}-{size.heads}-{size.context}"
     path = (
         Path(gettempdir()) / f"sdiloco-pretrained-{shape}-{budget:g}-torch-{torch.__version__}.pt"
@@ -173,7 +175,7 @@ def pretrained_weights(size: Size, budget: float) -> Path:
 
 
 def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
-    """Fine-tuning in two worker groups with choices of the engine, or as DDP does if there are
+    """Fine-tuning in two worker groups with choices for the engine, or with DDP if there are
     none.
     """
     return FineTuning(
@@ -206,7 +208,7 @@ def rates() -> Iterator[FineTuning]:
 
 
 def verdict() -> Iterator[FineTuning]:
-    """Fine-tunings as recommended, over seeds that the other stages did not see."""
+    """Fine-tunings with the recommended settings, over seeds that other stages did not use."""
     for seed, method in product(SEEDS, METHODS):
         yield from (ddp(method, seed), ours(method, seed, **RECOMMENDED[method]))
 
@@ -224,7 +226,7 @@ def quick_trainings() -> Iterator[FineTuning]:
 
 
 def paired(trainings: Iterable[FineTuning]) -> dict[str, list[tuple[FineTuning, FineTuning]]]:
-    """Pairs each training with DDP at the rate that suits DDP, by setting."""
+    """Pairs each training with DDP at DDP's best rate, by setting."""
     pairs: dict[str, list[tuple[FineTuning, FineTuning]]] = {}
     for training in trainings:
         best = replace(training, choices=None, lr=DDP_LR[method_of(training)])
@@ -238,7 +240,7 @@ def method_of(training: FineTuning) -> str:
 
 
 def name(training: FineTuning) -> str:
-    """Names a setting by what is trained, and by what it changes of the base."""
+    """Names a setting by the trained parameters and by its changes to the base."""
     parts = [method_of(training), f"lr={training.lr:g}"]
     if training.choices is None:
         return ", ".join([*parts, "DDP"])
@@ -260,7 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("quick", quick_trainings) if options.quick else (options.stage, STAGES[options.stage])
     )
     wanted = list(trainings())
-    # Once, before several processes want it.
+    # Once, before several processes need it.
     pretrained_weights(wanted[0].size, wanted[0].pretrained)
     finished = Runs("finetuning", options.json)
     finished.make(wanted, options.workers, options.minutes)

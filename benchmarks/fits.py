@@ -1,6 +1,4 @@
-"""A timed fit with a real Trainer in this process, with a virtual accelerator where one asks for
-it.
-"""
+"""Timed fits with a real Trainer in this process, optionally with a virtual accelerator."""
 
 import logging
 import warnings
@@ -63,9 +61,9 @@ class Timed(LightningModule):
 
 
 def fit(module: LightningModule, batches: Iterator[Batch], steps: int, **choices: Any) -> Trainer:
-    """Fits quietly, on the CPU unless ``accelerator`` says otherwise, and returns the trainer."""
+    """Fits quietly, on the CPU unless ``accelerator`` is given, and returns the trainer."""
     logging.disable(logging.WARNING)
-    # So that Lightning looks for no other environment, such as MPI.
+    # This keeps Lightning from looking for other environments, such as MPI.
     choices = {"plugins": [LightningEnvironment()], **choices}
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False

@@ -1,14 +1,14 @@
-"""Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that
-costs training.
+"""Measures flights over links of 30 Mbit/s: their duration compared with the transfer of their
+bytes, and the cost for training.
 
-Each is measured with connections that are paced, as they always are, and with those that send as
-fast as TCP does.
+Each flight is measured with paced connections, the default, and with connections that send as fast
+as TCP allows.
 
 Run it with ``python -m benchmarks.flights [--links] [--quick] [--json FILE]``; ``--links`` measures
 faster and longer links, and one with a short queue. Every site is a network namespace with one
-rank, so this needs root. Computation is asleep, and payloads are float32, so that two cores are
-enough for eight sites. A flight may take as many inner steps as the bound on its time fills: where
-it holds, training never waits.
+rank, so this needs root. Computation is replaced by sleep, and payloads are float32, so that two
+cores are enough for eight sites. A flight may take as many inner steps as fit into the bound on its
+time: while the bound is met, training never waits.
 """
 
 import math
@@ -36,7 +36,8 @@ from lightning_sdiloco.compression import resolve
 from tests.ranks import run_processes
 
 BOUND = 1.1
-"""How many times as long as its bytes alone a flight may take, without two round trips."""
+"""The maximum duration of a flight, without two round trips, relative to the transfer of its
+bytes."""
 
 _PARTS = ("encode", "transfer", "decode", "relay", "outer_step")
 
@@ -47,14 +48,15 @@ class Case(NamedTuple):
     Attributes:
         sites: Worker groups, of one rank each.
         values: Values of the fragment, the only one.
-        compression: How they are encoded.
-        flights: Flights that count.
-        before: Flights before them: the first one finds connections that have never sent.
+        compression: How the values are encoded.
+        flights: The number of flights that count.
+        before: The number of earlier flights, of which the first uses connections that have never
+            sent.
         step_seconds: Seconds of an inner step.
-        mbit_s: What the link of every site carries in each direction.
-        round_trip: Seconds to another site and back.
-        queue: Seconds of data that wait before a link at most.
-        congestion_control: That of TCP.
+        mbit_s: The bandwidth of every site's link in each direction.
+        round_trip: The round trip time to another site, in seconds.
+        queue: The maximum queue in front of a link, in seconds.
+        congestion_control: TCP's congestion control.
         paced: Whether connections are paced.
     """
 
@@ -80,16 +82,18 @@ class Case(NamedTuple):
 
     @property
     def sync_every(self) -> int:
-        """A flight has landed some steps before the next one is launched."""
+        """The inner steps between two launches, so that a flight has landed some steps before the
+        next launch.
+        """
         return self.overlap_steps + 5
 
 
 Spans = Mapping[str, tuple[float, float]]
-"""When a flight and its parts began and ended in one rank."""
+"""The times at which a flight and its parts began and ended on one rank."""
 
 
 class Ran(NamedTuple):
-    """The numbers of one rank: seconds in all, and the spans and bytes of every flight."""
+    """The numbers of one rank: the total seconds, and the spans and bytes of every flight."""
 
     seconds: float
     spans: list[Spans]
@@ -97,8 +101,8 @@ class Ran(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The numbers of a case; of flights the medians, from the last launch until the last group
-    has the result.
+    """The numbers of a case. Flights are medians, measured from the last launch until the last
+    group has the result.
     """
 
     flight: float
@@ -113,10 +117,10 @@ class Found(NamedTuple):
 
 
 def measure(case: Case) -> Found:
-    """Trains over slow links, and over links that carry what they can."""
+    """Trains over slow links, and over unlimited links."""
     shaped = _ranks(case, is_shaped=True)
     unshaped = _ranks(case._replace(before=1), is_shaped=False)
-    # Of every flight the spans in all ranks.
+    # The spans of every flight on all ranks.
     flights = list(zip(*(rank.spans for rank in shaped), strict=True))
     seconds = [_until_all_have_it(spans) for spans in flights]
     parts = [_slowest_parts(spans) for spans in flights]
@@ -146,7 +150,7 @@ def _until_all_have_it(spans: Sequence[Spans]) -> float:
 
 
 def _slowest_parts(spans: Sequence[Spans]) -> dict[str, float]:
-    """Returns how long each part of a flight took in the rank that was slowest in it."""
+    """Returns how long each part of a flight took on the rank that was slowest in it."""
     names = [name for name in _PARTS if name in spans[0]]
     return {name: max(rank[name][1] - rank[name][0] for rank in spans) for name in names}
 
@@ -179,7 +183,7 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
         )
     landings: list[Landing] = []
     began = 0.0
-    # The flights before are over when the steps begin that count.
+    # Earlier flights are over when the steps that count begin.
     first = (case.before + 1) * case.sync_every - 1
     for step in range(first + case.flights * case.sync_every):
         if step == first:
@@ -210,8 +214,8 @@ def cases(quick: bool) -> dict[str, Case]:
 
 
 def other_links() -> dict[str, Case]:
-    """Cases with other links than those of 30 Mbit/s, all with CUBIC."""
-    # As long as a pace takes to find the speed of a link with a long round trip.
+    """Cases with links other than those of 30 Mbit/s, all with CUBIC."""
+    # The time that pacing needs to find the speed of a link with a long round trip.
     before = 12
     return _both_ways(
         {
@@ -264,8 +268,8 @@ def show(measured: Mapping[str, Found]) -> None:
 
 
 def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | None) -> None:
-    """Draws every flight over what its bytes take alone, paced and not, for each congestion
-    control.
+    """Draws every flight relative to the transfer of its bytes, paced and unpaced, for each
+    congestion control.
     """
     if path is None:
         return
@@ -292,7 +296,7 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
 
 
 def _scatter(axes: Any, place: int, case: Case, numbers: Found) -> None:
-    """Draws the flights of a case beside each other, those that are paced to the right."""
+    """Draws the flights of a case next to each other, with paced ones on the right."""
     times = [(flight - 2 * case.round_trip) / numbers.bytes_alone for flight in numbers.flights]
     middle = place + (0.15 if case.paced else -0.15)
     last = max(1, len(times) - 1)

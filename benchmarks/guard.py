@@ -1,10 +1,10 @@
-"""Whom the guard leaves out: honest groups never, faulty ones always or as often as is said; and
-which groups are named because they point against the others.
+"""Measures which groups the guard leaves out, honest ones never and faulty ones as often as
+documented, and which groups are named because they point against the others.
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
-Groups train noisy bowls, with everything that happens to honest groups, and with faults. The large
-test of the guard does so with a GPT.
+Groups train on noisy quadratic bowls, with the events of honest groups and with faults. The guard's
+large test does the same with a GPT.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,9 @@ GROUPS = (2, 3, 4, 5)
 
 
 def honest_rows(seeds: int) -> tuple[list[list[str]], int, int]:
-    """Returns a row for each scenario, all contributions, and those that were left out."""
+    """Returns a row for each scenario, the number of contributions, and those that were left
+    out.
+    """
     rows = []
     contributions = 0
     alarms = 0
@@ -58,7 +60,7 @@ def sound_losses(scenario: Scenario, faulty: tuple[int, ...], seeds: int) -> lis
 
 
 def fault_row(name: str, fault: Fault, groups: int, seeds: int) -> list[str]:
-    """Returns what a fault of the last group, or of the last two of five, costs the others."""
+    """Returns the cost to the others of a fault in the last group, or in the last two of five."""
     scenario = Scenario(groups)
     faulty = range(groups - (2 if name.startswith("two") else 1), groups)
     sound = sound_losses(scenario, tuple(faulty), seeds)
@@ -79,9 +81,7 @@ def fault_rows(seeds: int) -> list[list[str]]:
 
 
 def direction_rows() -> list[list[str]]:
-    """Returns how many groups are named among four, five and eight: honest ones, and a flipped
-    one.
-    """
+    """Returns how many groups are named among four, five and eight groups, honest or flipped."""
     rows = []
     for name, scenarios in HONEST.items():
         worlds = list[World]()

@@ -1,10 +1,11 @@
-"""What a round costs the hub: the processor time of its process alone, with 2 to 64 sites.
+"""Measures the cost of a round at the hub: the processor time of only its process, with 2 to 64
+sites.
 
     python -m benchmarks.hub_rounds [--quick] [--json FILE]
 
 Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of
-the others, or the mean. All of them stand in another process. Heartbeats are in the numbers: one a
-second of each site.
+the others, or the mean. All sites run in another process. The numbers include heartbeats, one per
+second from each site.
 """
 
 import os
@@ -35,19 +36,19 @@ from tests.federation.scripted import RUN, ScriptedSite, Values, first_values, r
 ROUNDS = 5
 SITES = (2, 8, 16, 32, 64)
 BYTES = (16 << 10, 1 << 20)
-# All sites stand in one process, which holds the payloads of all of them for each of them.
+# All sites are in one process, which stores all payloads once for each site.
 MOST = 1 << 30
 TERMS = Terms(fragments=1, sync_every=4, overlap_steps=2, grace=60.0, lease=60.0, guard=None)
 
 
 class LightSite(ScriptedSite):
-    """Contributes random values, and holds what the number of the round says."""
+    """Contributes random values; its own values depend only on the number of the round."""
 
     payload = b""
 
     @override
     def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
-        # The scale of the first block tells one payload from another.
+        # The scale of the first block makes payloads distinct.
         scale = np.random.default_rng().integers(100, 16000, 1, np.uint16)
         return scale.tobytes() + self.payload[2:]
 
@@ -57,13 +58,13 @@ class LightSite(ScriptedSite):
 
 
 def processor_time(process: "subprocess.Popen[str]") -> float:
-    """Returns the seconds for which a process has had a processor."""
+    """Returns the processor time of a process in seconds."""
     user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
-    """Returns the hub's seconds a round, of its processor and by the clock."""
+    """Returns the hub's seconds per round, as processor time and as wall time."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder, "keys")
         names = [f"site-{number:02d}" for number in range(sites)]
@@ -92,7 +93,7 @@ def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
 
 
 def join(size: int, terms: Terms, address: str, keys: Path, name: str) -> LightSite:
-    """Makes a site that contributes payloads of so many bytes, and lets it join the run."""
+    """Makes a site that contributes payloads of a given size, and lets it join the run."""
     values = size * 128 // 66 // 128 * 128
     config = replace(run_config(terms), fragments=((("weight", f"({values},)"),),))
     client = HubClient(address, RUN, name, keys=keys, channels=1)
@@ -105,7 +106,7 @@ def join(size: int, terms: Terms, address: str, keys: Path, name: str) -> LightS
 
 
 def play(sites: Sequence[LightSite], until: int) -> None:
-    """Lets sites step until all have so many rounds."""
+    """Lets sites step until all have completed a number of rounds."""
     while min(site.rounds[0] for site in sites) < until:
         for site in sites:
             site.step()
@@ -113,7 +114,7 @@ def play(sites: Sequence[LightSite], until: int) -> None:
 
 
 def serve(folder: str, sites: str) -> None:
-    """Is the hub, until its input ends."""
+    """Runs the hub until its input ends."""
     from lightning_sdiloco.federation.server import HubService
 
     hub = HubService(
@@ -126,8 +127,8 @@ def serve(folder: str, sites: str) -> None:
 
 
 def cases() -> Iterator[tuple[int, int, bool]]:
-    """Yields sites, bytes of a payload, and whether the hub takes the mean, as far as one process
-    can hold the payloads.
+    """Yields numbers of sites, bytes of a payload, and whether the hub averages, as far as the
+    payloads fit into one process.
     """
     for size, at_hub, sites in product(BYTES, (False, True), SITES):
         if at_hub or sites**2 * size <= MOST:

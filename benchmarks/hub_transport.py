@@ -1,11 +1,12 @@
-"""How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux,
-root, and iperf3.
+"""Measures the speed of payloads to a hub over a slow link, compared with iperf3 over the same
+link. It needs Linux, root and iperf3.
 
     python -m benchmarks.hub_transport [--quick] [--json FILE]
 
-A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it
-is on its disk. Both stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many
-bytes over as many connections, in turn with it, so both see the same machine. Numbers are medians.
+A site sends a payload to its hub, with TLS and certificates, and waits until the hub confirms that
+it is on disk. Both run in network namespaces that are 50 ms apart, with CUBIC as the congestion
+control of TCP. In alternation, iperf3 sends the same number of bytes over the same number of
+connections, so both see the same machine. Numbers are medians.
 """
 
 import json
@@ -27,7 +28,7 @@ RUN = "transport"
 
 
 class Line(NamedTuple):
-    """A link, and how it is used."""
+    """A link and how it is used."""
 
     mbit: int
     loss: float
@@ -56,7 +57,7 @@ def iperf3(links: Links, size: int, connections: int) -> float:
 
 
 def serve(folder: str) -> None:
-    """Is the hub, in site 0."""
+    """Runs the hub, in site 0."""
     from lightning_sdiloco.federation.server import Hub
     from lightning_sdiloco.federation.store import BlobStore
     from tests.federation.hubs import Noting
@@ -75,7 +76,7 @@ def serve(folder: str) -> None:
 
 
 def send(folder: str, address: str, connections: str) -> None:
-    """Is the site, in site 1: sends as many bytes as it is told, and tells how fast that was."""
+    """Runs the site, in site 1: sends the requested number of bytes, and reports the rate."""
     from lightning_sdiloco.federation.client import HubClient
     from lightning_sdiloco.federation.codec import key_of
 
@@ -85,7 +86,7 @@ def send(folder: str, address: str, connections: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         blob = os.urandom(int(line))
-        # A site knows the digest of what it launches: it stands in the contribution.
+        # A site knows the digest of a launch, because the contribution contains it.
         key = key_of(blob)
         began = time.monotonic()
         mailbox.send(blob, key=key)
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
-    """Returns what the table says of it: our rate, that of iperf3, and one over the other."""
+    """Returns the row of the table: our rate, that of iperf3, and their ratio."""
     ours = median(row["ours"])
     plain = median(row["iperf3"])
     return [f"{ours:.1f}", f"{plain:.1f}", f"{ours / plain:.2f}"]

@@ -1,7 +1,8 @@
-"""Groups that train noisy bowls, for the guard: plain numbers, thousands of rounds in a second.
+"""Groups that train on noisy quadratic bowls, for the guard: plain numbers, thousands of rounds per
+second.
 
-Every group walks down a bowl of its own with Adam or SGD, and sends its outer gradient. Outages,
-restarts of the learning rate, unlike speeds and data are honest; faults are not.
+Every group descends its own bowl with Adam or SGD, and sends its outer gradient. Outages, restarts
+of the learning rate, and differences in speed and data are considered honest; faults are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from lightning_sdiloco.algorithm.guard import (
 
 Vector = npt.NDArray[np.float64]
 Fault = Callable[[Vector, int], Vector]
-"""What becomes of an outer gradient, given the number of its round."""
+"""A function that changes an outer gradient, given the number of its round."""
 
 VALUES = 48
 _OUTER_RATE = 0.7
@@ -55,14 +56,14 @@ class Scenario:
     """Honest groups.
 
     Attributes:
-        groups: How many there are.
-        unlike: How far their bowls lie apart, in units of how far they are from the start.
-        speeds: Inner steps of each group in a round.
+        groups: The number of groups.
+        unlike: The distance between their bowls, relative to the distance from the start.
+        speeds: The inner steps of each group in a round.
         rates: The learning rate by inner step.
         adam: Adam, or plain SGD.
-        outages: For each round, the groups that send nothing, and train on.
+        outages: For each round, the groups that send nothing but continue to train.
         away: For each round, the groups that do not run.
-        apart: Whether each group moves values of its own, and weight decay the others.
+        apart: Whether each group changes different values, while weight decay changes the others.
     """
 
     groups: int
@@ -80,9 +81,10 @@ class World:
     """Groups in rounds, with a guard.
 
     Attributes:
-        contributions: How many the guard has judged.
-        alarms: Those that it has left out: round, group and why.
-        named: The groups that pointed against the others for long, and the first round of each.
+        contributions: The number of contributions that the guard has judged.
+        alarms: The contributions that it has left out: round, group and reason.
+        named: The groups that pointed against the others for a long time, and the first round of
+            each.
     """
 
     scenario: Scenario
@@ -94,7 +96,7 @@ class World:
     alarms: list[tuple[int, int, TooLong]] = field(default_factory=list)
     pasts: dict[int, Past] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
-    # By group: which of its last contributions pointed against the others, one bit each.
+    # By group: one bit for each of its last contributions, 1 if it pointed against the others.
     _against: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class World:
         self._momentum = np.zeros(VALUES)
         apart = self._chance.normal(size=(groups, VALUES))
         self.goals = middle + self.scenario.unlike * apart
-        # A row for each group: its values, and the state of its optimizer.
+        # A row for each group: its values and the state of its optimizer.
         self._values = np.zeros((groups, VALUES))
         self._first = np.zeros((groups, VALUES))
         self._second = np.zeros((groups, VALUES))
@@ -122,7 +124,7 @@ class World:
             self._step(np.array(numbers)[steps > step])
 
     def _step(self, rows: npt.NDArray[np.int64]) -> None:
-        """Makes an inner step in some groups."""
+        """Takes an inner step in some groups."""
         scenario = self.scenario
         rates = np.array([[scenario.rates(int(seen))] for seen in self._seen[rows]])
         noise = self._chance.normal(scale=0.3, size=(len(rows), VALUES))
@@ -147,14 +149,14 @@ class World:
         return directions
 
     def _begin_again(self, numbers: Sequence[int]) -> None:
-        """Groups take the outer values."""
+        """Sets the values of groups to the outer values."""
         self._values[numbers] = self.outer
         self._steps[numbers] = 0
         self._path[numbers] = 0.0
 
     @property
     def loss(self) -> float:
-        """The mean loss of the honest groups at the outer values."""
+        """Returns the mean loss of the honest groups at the outer values."""
         honest = [goal for group, goal in enumerate(self.goals) if group not in self.faults]
         return float(np.mean([np.sum(self.bowl * (self.outer - goal) ** 2) / 2 for goal in honest]))
 
@@ -227,11 +229,11 @@ class World:
         self._begin_again([*gradients])
 
 
-# What happens to honest groups, and faults
+# Events of honest groups, and faults
 
 
 def for_rounds(count: int, period: int, groups: Sequence[int]) -> Callable[[int], Sequence[int]]:
-    """Returns the groups, in the last so many of ``period`` rounds."""
+    """Returns the groups in the last rounds of each ``period``, and none in the others."""
     return lambda round: groups if round % period >= period - count else ()
 
 

@@ -1,4 +1,6 @@
-"""Training loops with a Lightning Trainer, beside those of the peers: ours, and Lightning's DDP."""
+"""Training loops with a Lightning Trainer for the comparison with peers: ours, and Lightning's
+DDP.
+"""
 
 import os
 from datetime import timedelta
@@ -14,7 +16,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def streaming(rank: Rank) -> dict[str, Any]:
-    """Ours. One step more: the final exchange comes after what is counted."""
+    """Ours, with one additional step, because the final exchange comes after the measured steps."""
     case = rank.case
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
@@ -64,14 +66,14 @@ def _whole_fit(rank: Rank, strategy: StreamingDiLoCoStrategy) -> dict[str, Any]:
 
 
 def lightning_alone(rank: Rank) -> dict[str, Any]:
-    """A Trainer in each rank that knows nothing of the others."""
+    """An independent Trainer on each rank."""
     module = Timed(rank.net, rank.stamps, rank.case.inner)
     fit(module, rank.batches, rank.steps + 1, devices=1)
     return {}
 
 
 def lightning_ddp(rank: Rank) -> dict[str, Any]:
-    """Lightning's DDP. Ranks start alike, so it need not send the weights around first."""
+    """Lightning's DDP. Ranks start with equal weights, so it does not have to broadcast them."""
     _fit(rank, rank.steps + 1, DDPStrategy(init_sync=False, timeout=TIMEOUT))
     return {}
 

@@ -1,4 +1,5 @@
-"""Sites on this machine, joined by slow links: network namespaces and an emulator. Linux, and root.
+"""Sites on this machine, connected by slow links: network namespaces and an emulator. This needs
+Linux and root.
 
 with Links(sites=2, rate=100e6, one_way_delay=0.025) as links:
     ranks = [links.start(site, [sys.executable, "train.py"]) for site in range(2)]
@@ -22,7 +23,7 @@ _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 def missing() -> str | None:
-    """Says in a sentence which requirement of slow links this machine lacks; None if none."""
+    """Returns a sentence about a requirement that this machine lacks for slow links, or None."""
     if sys.platform != "linux":
         return "Slow links are made of Linux network namespaces, and this is not Linux."
     if os.geteuid() != 0:
@@ -37,7 +38,7 @@ def missing() -> str | None:
 
 
 def require() -> None:
-    """Ends the command where this machine lacks something for slow links, and says what."""
+    """Ends the command with a message if this machine lacks something for slow links."""
     lacks = missing()
     if lacks is not None:
         raise SystemExit(lacks)
@@ -51,25 +52,25 @@ def enter(namespace: str) -> None:
 
 
 class Links:
-    """Sites joined by slow links, for the time of a ``with`` block.
+    """Sites connected by slow links, for the duration of a ``with`` block.
 
-    Site ``i`` is a network namespace of its own with the address ``10.77.0.(i + 1)`` on the
-    interface ``wan0`` and the host name ``site<i>``, which all sites resolve. Its link has a rate
-    in each direction, and all packets from one site to another take the same time. Namespaces are
-    named after this process, so several processes may have links at the same time; they then share
-    the cores.
+    Site ``i`` is a network namespace with the address ``10.77.0.(i + 1)`` on the interface ``wan0``
+    and the host name ``site<i>``, which all sites resolve. Its link has a rate in each direction,
+    and all packets from one site to another take the same time. Namespaces are named after this
+    process, so several processes may have links at the same time; they then share the cores.
 
     Args:
-        sites: Number of sites.
-        rate: Bits per second of every site's link, in each direction; None: unlimited.
-        one_way_delay: Seconds that a packet takes from a site to another one, half a round trip.
-        loss: Share of the packets that are lost.
-        queue: Seconds of data that wait before a link at most; more is dropped.
-        congestion_control: That of TCP in all sites, such as ``"bbr"`` or ``"cubic"``; None: that
-            of the machine.
-        slow_start_after_idle: Whether TCP starts slowly again after it was idle, which is Linux's
+        sites: The number of sites.
+        rate: The bits per second of every site's link, in each direction; None means unlimited.
+        one_way_delay: The seconds that a packet takes from one site to another, which is half a
+            round trip.
+        loss: The share of packets that are lost.
+        queue: The maximum queue in front of a link, in seconds; more packets are dropped.
+        congestion_control: TCP's congestion control in all sites, such as ``"bbr"`` or ``"cubic"``.
+            None: the machine's.
+        slow_start_after_idle: Whether TCP starts slowly again after being idle, which is Linux's
             default.
-        buffers: Bytes that a TCP connection may buffer at most in each direction; None: the
+        buffers: The maximum bytes that a TCP connection buffers in each direction. None: the
             machine's default.
 
     Raises:
@@ -133,8 +134,8 @@ class Links:
         return f"10.77.0.{site + 1}"
 
     def environment(self, site: int, port: int = 29500) -> dict[str, str]:
-        """Returns the variables of a process group of one rank per site; Lightning takes such ranks
-        for launched by hand.
+        """Returns the variables of a process group of one rank per site. Lightning treats such
+        ranks as launched by hand.
         """
         return {
             "GLOO_SOCKET_IFNAME": self.interface,
@@ -147,7 +148,7 @@ class Links:
         }
 
     def command(self, site: int, words: Sequence[str]) -> list[str]:
-        """The words of a command that runs another one in a site."""
+        """Returns the arguments of a command that runs another command in a site."""
         name_host = f'hostname site{site}; exec "$@"'
         return [
             "ip",
@@ -175,7 +176,7 @@ class Links:
         )
 
     def enter(self, site: int) -> None:
-        """Moves this process into a site: for a process that was forked for it."""
+        """Moves this process, which should be forked for this, into a site."""
         enter(self.names[site])
 
     def change(self, site: int, **link: Any) -> None:
@@ -209,8 +210,8 @@ class Links:
             subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", *settings], check=True)
 
     def _allow(self, congestion_control: str | None) -> None:
-        """In a namespace only the default one may be chosen, and those that are allowed for
-        everyone.
+        """Allows a congestion control: in a namespace, only the default and those allowed for
+        everyone can be chosen.
         """
         allowed = _CONGESTION_CONTROLS.read_text().split()
         if congestion_control is not None and congestion_control not in allowed:

@@ -1,11 +1,12 @@
-"""Memory of a rank, and what a flight costs: over parameters, worker groups and fragments.
+"""Measures the memory of a rank and the cost of a flight, by parameters, worker groups and
+fragments.
 
     python -m benchmarks.memory [--quick] [--json FILE] [--picture FILE]
 
-First how much the resident memory of a rank grows while it trains, for each method, without and
-with the end, at which the last exchange lands. Then the engine alone in real processes: the
-processor time that a launch and a landing take from the training thread, and what the background
-takes. The peers need Pythons of their own: benchmarks/peers/install.sh.
+First, it measures how much the resident memory of a rank grows during training, for each method,
+with and without the end, at which the last exchange lands. Then it measures only the engine, in
+real processes: the processor time that a launch and a landing take in the training thread and in
+the background. The peers need separate Python environments: benchmarks/peers/install.sh.
 """
 
 import gc
@@ -60,9 +61,9 @@ Row = dict[str, Any]
 
 
 def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
-    """How much a rank grows while it trains, with an inner optimizer that has no state."""
+    """The growth of a rank during training, with an inner optimizer without state."""
     names = list(product(sizes, methods))
-    # Several rounds, so that everything that is kept or in flight has been there at once.
+    # Several rounds, so that everything that is kept or in flight is allocated at the same time.
     jobs = []
     for name, method in names:
         case = Case(sizes[name], 4, step_seconds=0.0, sync_every=8, overlap_steps=1)
@@ -90,7 +91,7 @@ def parameters(size: Size) -> int:
 
 @dataclass(frozen=True)
 class Flights:
-    """A model that is cut and exchanged, without training."""
+    """A model that is divided and exchanged, without training."""
 
     size: Size
     groups: int = 2
@@ -99,7 +100,7 @@ class Flights:
 
 
 def flown(flights: Flights, rank: int, world_size: int) -> Row:
-    """What the flights of one rank cost, each the median, in seconds of processor time."""
+    """The cost of the flights of one rank: medians in seconds of processor time."""
     net = flights.size.make()
     patterns = Case(flights.size, flights.fragments).patterns("")
     engine = StreamingDiLoCo(
@@ -115,7 +116,7 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
         inner_step = turns_of(engine.step)
         next(inner_step)
         launched = time.thread_time()
-        # Processor time of this thread: waiting for the others is none.
+        # The processor time of this thread, which excludes waits for the others.
         landed = in_turns([inner_step])[0]
         if landed:
             landings.append(time.thread_time() - launched)
@@ -182,7 +183,7 @@ def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
 
 
 def ns_per_value(row: Row, part: str) -> float:
-    """Returns the nanoseconds that a part of a flight costs for each value of a fragment."""
+    """Returns the nanoseconds that a part of a flight takes for each value of a fragment."""
     values = row["parameters"] / row["fragments"]
     return float(row[part] * 1e9 / values)
 
@@ -245,7 +246,7 @@ def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
 
 
 def _plot(axes: Any, rows: list[Row], numbers: list[float], color: str, label: str) -> None:
-    """Draws numbers over the parameters of their rows."""
+    """Draws numbers over the number of parameters in their rows."""
     axes.plot([row["parameters"] for row in rows], numbers, "o-", color=color, label=label)
 
 

@@ -1,7 +1,7 @@
-"""The model that the benchmarks train: the one of the examples, in several sizes.
+"""The model that the benchmarks train, which is the one of the examples in several sizes.
 
-The examples are scripts, not a package, so their folder is put on the path. What they hold is one
-model and one text for everybody who measures something here.
+The examples are scripts, not a package, so their folder is added to the path. All benchmarks share
+their model and text.
 """
 
 import math
@@ -36,20 +36,20 @@ class Size:
 
 
 TINY = Size(layers=2, width=32, heads=2, context=16)
-"""31,000 parameters: does it run at all."""
+"""31,000 parameters, to test whether something runs at all."""
 
 SMALL = Size(layers=3, width=48, heads=3, context=128)
 """0.11 million parameters."""
 
 DEMO = Size(layers=4, width=128, heads=4, context=128)
-"""0.87 million parameters: the default of examples/pretrain_text.py."""
+"""0.87 million parameters, the default of examples/pretrain_text.py."""
 
 TEN_MILLION = Size(layers=6, width=384, heads=6, context=128)
 """10.9 million parameters."""
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte."""
+    """Returns the cross-entropy in nats per byte."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -59,8 +59,8 @@ def adamw(
     weight_decay: float,
     kind: Callable[..., AdamW] = AdamW,
 ) -> AdamW:
-    """The inner optimizer of all trainings whose loss is compared, or one like it; norms have no
-    weight decay.
+    """Returns the inner optimizer of all trainings whose loss is compared, or a similar one; norms
+    have no weight decay.
     """
     all_parameters = list(parameters)
     matrices = [p for p in all_parameters if p.dim() > 1]
@@ -73,7 +73,9 @@ def adamw(
 
 
 def lr_factor(step: int, steps: int, warmup: int) -> float:
-    """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
+    """Returns the schedule of examples/pretrain_text.py: a warm-up, then a cosine decay to a
+    tenth.
+    """
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
@@ -81,8 +83,8 @@ def lr_factor(step: int, steps: int, warmup: int) -> float:
 
 
 def random_batches(size: Size, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """A few batches of random bytes, again and again: what they say matters for neither time nor
-    bytes nor memory.
+    """Yields the same few batches of random bytes repeatedly; the content does not affect time,
+    bytes or memory.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(256, (8, batch, size.context + 1), generator=generator)

@@ -1,14 +1,15 @@
-"""What everything costs on a link that costs nothing: two worker groups against two Trainers on
-their own.
+"""Measures the total overhead on a link without cost: two worker groups compared with two
+independent Trainers.
 
     python -m benchmarks.overhead [--quick] [--json FILE] [--picture FILE]
 
 Both pairs of processes train the same model on the same cores, with real work in every step. They
-take turns of one round, while the other pair sleeps; the ratio is taken between neighbouring turns,
-so that what else the machine does hits both alike. A round has every launch and every landing once.
+take turns of one round, while the other pair sleeps. The ratio is computed between neighbouring
+turns, so that other load on the machine affects both alike. A round contains every launch and every
+landing once.
 
-Where the memory of a process comes to lie decides over a percent of its step time, as long as it
-lives. So all of it is done several times, in new processes.
+The memory layout of a process affects its step time by more than a percent for its whole lifetime.
+So everything is repeated several times, in new processes.
 """
 
 import multiprocessing
@@ -38,7 +39,7 @@ TARGETS = {"wall": 1.01, "cpu": 1.015}
 
 @dataclass(frozen=True)
 class Case:
-    """The model, its settings, and how long it is trained."""
+    """The model, its settings, and the length of the training."""
 
     size: Size
     batch: int
@@ -51,14 +52,14 @@ class Case:
 
     @property
     def first(self) -> int:
-        """The step with which the first turn starts: from here on every round has all launches and
+        """The step at which the first turn starts. From here on, every round has all launches and
         landings.
         """
         return 2 * self.sync_every + self.overlap_steps - 1
 
     @property
     def steps(self) -> int:
-        """All steps of a run; the last turn ends where another step begins."""
+        """The steps of a run; one more begins after the last turn."""
         return self.first + self.repeats * self.sync_every + 1
 
 
@@ -70,14 +71,14 @@ QUICK = {"tiny": Case(TINY, batch=2, fragments="strided:1", repeats=2, runs=2)}
 
 
 class Seconds(NamedTuple):
-    """A step of one turn, the mean over its steps and both ranks."""
+    """The step time of one turn, averaged over its steps and both ranks."""
 
     wall: float
     cpu: float
 
 
 class Turns:
-    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so
+    """Lets two pairs of ranks run in turns: plain, streaming, streaming, plain, plain, and so
     on.
     """
 
@@ -90,7 +91,7 @@ class Turns:
         self.seconds: list[Seconds] = []
 
     def meet(self, step: int) -> None:
-        """Ends a turn and waits for the next one, where there is one."""
+        """Ends a turn and waits for the next one, if there is one."""
         sync_every = self._case.sync_every
         if step < self._case.first or (step - self._case.first) % sync_every:
             return
@@ -122,7 +123,7 @@ Pair = dict[str, Seconds]
 
 
 def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
-    """One of four ranks: the first two are worker groups, the others know of nobody."""
+    """One of four ranks: the first two are worker groups, the others are independent."""
     turns = Turns(case, barrier, is_streaming=rank < 2)
     module = Timed(case.size.make(), Stamps(), partial(torch.optim.AdamW, lr=1e-3), turns.meet)
     batches = random_batches(case.size, case.batch, seed=rank)
@@ -144,7 +145,7 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """All turns of both pairs, in new processes for each run."""
+    """Returns all turns of both pairs, in new processes for each run."""
     runs = list[list[Pair]]()
     totals = dict[str, Any]()
     for number in range(1, case.runs + 1):
@@ -168,8 +169,8 @@ def _as_dicts(pair: Pair) -> dict[str, Any]:
 
 
 def run(case: Case) -> tuple[list[Pair], dict[str, Any]]:
-    """All turns of both pairs in four processes; returns each two that belong together, and what a
-    rank told.
+    """Runs all turns of both pairs in four processes; returns the matching turns, and the report of
+    a rank.
     """
     barrier = multiprocessing.get_context("fork").Barrier(4)
     ranks = run_processes(partial(trained, case, barrier), 4, timeout=3600)
@@ -186,7 +187,7 @@ def mean_of(first: Seconds, second: Seconds) -> Seconds:
 
 
 def ratios(pairs: Iterable[Pair], kind: str) -> list[float]:
-    """Returns the time of ours over that of plain training, pair by pair."""
+    """Returns the ratio of our time to that of plain training, pair by pair."""
     return [getattr(pair["streaming"], kind) / getattr(pair["plain"], kind) for pair in pairs]
 
 
@@ -203,7 +204,7 @@ def row(name: str, numbers: dict[str, Any]) -> list[str]:
 
 
 def spread(values: list[float]) -> str:
-    """Writes the median and the middle half of some values."""
+    """Formats the median and the interquartile range of values."""
     low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
     return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
 
@@ -217,7 +218,7 @@ def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
-    """Draws the median of every run, and that of all pairs of turns."""
+    """Draws the median of every run and that of all pairs of turns."""
     if path is None:
         return
     picture, (axes,) = figure(height=2.6)

@@ -1,19 +1,20 @@
-"""The ablations of Streaming DiLoCo (arXiv 2501.18512) in shape: does the order of the losses agree
-with the paper?
+"""Repeats the ablations of Streaming DiLoCo (arXiv 2501.18512) at small scale, and compares the
+order of the losses with the paper.
 
     python -m benchmarks.paper [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
-H, tau, alpha, the cut, bits, groups and overtraining, one factor at a time around two groups with
-H=50, on three seeds. The paper has a model of 500 million parameters; this one has 44,000 in four
-blocks, and 16 tokens for each. So its numbers are not to be expected here, but an order is. Beside
-it stands what ``benchmarks.quality`` has kept of 0.11 million parameters: H and groups over five
-seeds, and H, tau, alpha and bits over two.
+It varies H, tau, alpha, the fragments, bits, groups and overtraining, one factor at a time,
+starting from two groups with H=50, on three seeds. The paper's model has 500 million parameters;
+this one has 44,000 in four blocks, and 16 tokens per parameter. So the order of the results may
+agree with the paper, but not the numbers. They are shown together with the results of
+``benchmarks.quality`` for 0.11 million parameters: H and groups over five seeds, and H, tau, alpha
+and bits over two.
 
-A claim of the paper agrees where the whole 95 % interval over the seeds lies in what it says,
-disagrees where none of it does, and is open otherwise.
+The result agrees with a claim of the paper if the whole 95 % interval over the seeds is consistent
+with it, disagrees if no part of the interval is, and is open otherwise.
 
-With --json every run is kept at once, and runs that the file has are not made again: the same
-command goes on.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped, so the same command continues.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,19 +38,19 @@ SEEDS = range(3)
 BASE: dict[str, Any] = {**TWO_GROUPS, "sync_every": 50, "fragments": "strided"}
 DDP_RATE = 6e-3
 ONE = Training(SIZE, BASE, batch=1, lr=4e-3)
-"""The base, of which every ablation changes one setting. All share its inner learning rate."""
+"""The base settings, of which every ablation changes one. All share its inner learning rate."""
 
 QUICK = replace(ONE, size=TINY, budget=0.05)
 
 RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 ALIKE = 0.5
-"""As good means: worse by no more than this, in percent."""
+"""The limit of "as good": worse by at most this, in percent."""
 
 
 class Claim(NamedTuple):
-    """A claim of the paper about two values of a factor: the first one is worse than the second
-    one, or as good.
+    """A claim of the paper about two values of a factor: the first is worse than the second, or as
+    good.
     """
 
     first: str
@@ -58,8 +59,8 @@ class Claim(NamedTuple):
 
 
 class Ablation(NamedTuple):
-    """One factor: where the paper has it, its values, each with what it changes, and what the
-    paper says of them.
+    """A factor: its place in the paper, its values and their changes to the settings, and the
+    paper's claims about them.
     """
 
     where: str
@@ -68,7 +69,7 @@ class Ablation(NamedTuple):
 
 
 def varied(name: str, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Returns what each value of a setting changes, by how the value is written."""
+    """Returns the changes for each value of a setting, by the text of the value."""
     return {str(value): {name: value} for value in values}
 
 
@@ -118,12 +119,12 @@ ABLATIONS = {
         "Tables 1 and 7", varied("budget", [16.0, 64.0]), []
     ),
 }
-"""The factors, the most telling first."""
+"""The factors, the most informative first."""
 
 
 class Model(NamedTuple):
-    """Trainings of one model and the file of their runs: worker groups and DDP, by factor, value
-    and seed.
+    """The trainings of one model and the file of their runs, with worker groups and DDP, by factor,
+    value and seed.
     """
 
     name: str
@@ -136,7 +137,7 @@ class Model(NamedTuple):
 
 
 def small_pair(base: Training, factor: str, value: str, seed: int) -> Pair:
-    """Returns what one training becomes with a value of a factor, and DDP on the same batches."""
+    """Returns a training with a value of a factor, and DDP on the same batches."""
     changes = dict(ABLATIONS[factor].values[value])
     fields = {name: changes.pop(name) for name in ("groups", "budget") if name in changes}
     ours = replace(base, choices={**BASE, **changes}, seed=seed, **fields)
@@ -145,7 +146,7 @@ def small_pair(base: Training, factor: str, value: str, seed: int) -> Pair:
 
 
 def larger_pair(factor: str, value: str, seed: int) -> Pair | None:
-    """Returns what stage ``verdict`` of ``benchmarks.quality`` has trained: each number of groups
+    """Returns the trainings of stage ``verdict`` of ``benchmarks.quality``: each number of groups
     at its best rates.
     """
     if factor == "groups":
@@ -156,8 +157,8 @@ def larger_pair(factor: str, value: str, seed: int) -> Pair | None:
 
 
 def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
-    """Returns what stage ``screen`` had trained with two windows a step, when the cut was the
-    default of then.
+    """Returns the trainings of stage ``screen`` with two windows per step and the former default of
+    fragments.
     """
     if factor not in ("H", "tau", "alpha", "bits"):
         return None
@@ -169,7 +170,7 @@ def screened_pair(factor: str, value: str, seed: int) -> Pair | None:
 
 
 def made_before() -> list[Model]:
-    """Returns the models of which ``benchmarks.quality`` has kept the runs."""
+    """Returns the models whose runs ``benchmarks.quality`` has saved."""
     verdict_runs = Runs("quality", RESULTS / "quality.json")
     screen_runs = Runs("quality", RESULTS / "defaults.json")
     return [
@@ -179,7 +180,7 @@ def made_before() -> list[Model]:
 
 
 def verdict(percent: Sequence[float], is_worse: bool) -> str:
-    """Says whether the 95 % interval is inside of what a claim says, outside, or neither.
+    """Returns whether the 95 % interval is inside of what a claim allows, outside, or neither.
 
     Examples:
         >>> [verdict(percent, is_worse=True) for percent in ([1.0, 1.1, 0.9], [-2.0, 0.0, 2.0], [-1.0, -1.1, -0.9])]
@@ -213,7 +214,7 @@ def difference(factor: str, claim: Claim, model: Model) -> Comparison | None:
 
 
 def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
-    """Returns a row: a claim, by how much the first value is worse, and whether that agrees; None
+    """Returns a row with a claim, how much worse the first value is, and whether that agrees; None
     without runs.
     """
     comparison = difference(factor, claim, model)
@@ -231,11 +232,11 @@ def judged(factor: str, claim: Claim, model: Model) -> list[str] | None:
 
 
 Gaps = Mapping[str, Sequence[Comparison]]
-"""Comparisons with DDP on the same seeds, by factor; each is named after the value."""
+"""The comparisons with DDP on the same seeds, by factor; each is named after the value."""
 
 
 def above_ddp(model: Model) -> Gaps:
-    """Returns the comparisons of a model with DDP of which both were made."""
+    """Returns the comparisons of a model with DDP for which both runs exist."""
     gaps = {}
     for factor, ablation in ABLATIONS.items():
         pairs = {value: model.pairs(factor, value) for value in ablation.values}
@@ -246,10 +247,10 @@ def above_ddp(model: Model) -> Gaps:
 
 
 def draw(models: Mapping[str, Gaps], path: Path) -> None:
-    """Draws a small panel for each factor: percent above DDP by value, a dot for each seed, and
-    their mean.
+    """Draws a small panel for each factor: percent above DDP by value, with a dot for each seed and
+    the mean.
     """
-    # Not at the head: a machine on which only numbers are measured may not have what draws.
+    # Imported here, because a machine that only measures may not have matplotlib.
     from benchmarks.picture import SERIES, figure, save
 
     colors = dict(zip(models, SERIES, strict=True))
@@ -290,8 +291,8 @@ def _label(axes: Any, factor: str) -> None:
 
 
 def planned(model: Model, values: Mapping[str, Sequence[str]]) -> list[Training]:
-    """Returns the trainings of a model: all values on one seed before the next seed, so that the
-    picture has a shape early.
+    """Returns the trainings of a model, with all values on one seed before the next seed, so that
+    the picture takes shape early.
     """
     trainings: list[Training] = []
     for factor in values:
@@ -302,7 +303,9 @@ def planned(model: Model, values: Mapping[str, Sequence[str]]) -> list[Training]
 
 
 def show_gaps(models: Mapping[str, Gaps]) -> None:
-    """Prints a table for each factor: how far every value is above DDP in every model."""
+    """Prints a table for each factor with the percentage by which every value is above DDP in every
+    model.
+    """
     columns = ["value", "model", "seeds", "% above DDP"]
     for factor, ablation in ABLATIONS.items():
         rows = []
@@ -316,7 +319,7 @@ def show_gaps(models: Mapping[str, Gaps]) -> None:
 
 
 def show_claims(models: Sequence[Model]) -> None:
-    """Prints which claims of the paper agree, in every model that can tell."""
+    """Prints which claims of the paper agree, for every model with runs."""
     rows = []
     for factor, ablation in ABLATIONS.items():
         for claim, model in product(ablation.claims, models):

@@ -1,13 +1,14 @@
-"""The way of one fragment from launch to landing: the code that it passes, and what that costs
-beside a plain loop.
+"""Traces one fragment from launch to landing: the code that it passes through, and the cost
+compared with a plain loop.
 
     python -m benchmarks.path [--quick] [--calls] [--json FILE]
 
-Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is
-Algorithm 2 for two groups of one rank, which tell each other what they launch and what they
-trained, and nothing else: no digest, no finite mask, no buffers, no shards, no checkpoint. Both fly
-the same fragment by turns in the same two processes, without any training, and the processor time
-is that of all threads. --calls prints every call of the package, a line for every stay in a file.
+It uses two worker groups over the loopback interface, with fp4 and otherwise default settings. The
+plain loop is Algorithm 2 for two groups of one rank, which exchange only what they launch and how
+much they trained: no digest, no finite mask, no buffers, no shards, no checkpoint. Both exchange
+the same fragment in turns in the same two processes, without training. The processor time is that
+of all threads. --calls prints every call in the package, with one line for consecutive calls in the
+same file.
 """
 
 import argparse
@@ -39,13 +40,13 @@ PACKAGE = Path(lightning_sdiloco.__file__).parent
 
 
 def network(width: int) -> nn.Module:
-    """Makes a model of ``2 * width ** 2`` parameters, which are one fragment."""
+    """Makes a model of ``2 * width ** 2`` parameters, which form one fragment."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
 
 
 class Call(NamedTuple):
-    """A call of a function of the package."""
+    """A call to a function of the package."""
 
     thread: str
     file: str
@@ -66,7 +67,7 @@ def traced(rank: int, world_size: int) -> list[Call]:
             file = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
             calls.append(Call(thread, file, frame.f_code.co_name))
 
-    # From the start, so that threads are seen that the engine starts long before.
+    # Tracing begins at the start, so that it includes threads that the engine starts long before.
     threading.setprofile(see)
     sys.setprofile(see)
     engine = StreamingDiLoCo(network(16), fragments=[["*"]])
@@ -139,7 +140,7 @@ class Plain:
 def costs(
     width: int, flights: int, turns: int, rank: int, world_size: int
 ) -> dict[str, list[float]]:
-    """Returns the milliseconds of processor time of a flight, by turns of each."""
+    """Returns the milliseconds of processor time of a flight, measured in alternating turns."""
     engine = StreamingDiLoCo(network(width), fragments=[["*"]], sync_every=2, overlap_steps=1)
     numbers = engine.report()
     plain = Plain(network(width), numbers["outer_lr"], numbers["outer_momentum"], numbers["mixing"])
@@ -156,7 +157,7 @@ def costs(
             for _ in range(flights):
                 launch()
                 land()
-            if turn:  # in the first one memory is new
+            if turn:  # in the first turn, memory is newly allocated
                 milliseconds[name].append(1000 * (time.process_time() - began) / flights)
     engine.close()
     plain.thread.shutdown()
@@ -164,7 +165,7 @@ def costs(
 
 
 def print_calls(calls: list[Call]) -> None:
-    """Prints the calls, a line for every stay of a thread in a file."""
+    """Prints the calls, with one line for consecutive calls of a thread in the same file."""
     for thread in dict.fromkeys(call.thread for call in calls):
         print(thread)
         thread_calls = [call for call in calls if call.thread == thread]

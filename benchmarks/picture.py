@@ -1,4 +1,4 @@
-"""How the pictures of the benchmarks look: like those of the documentation, each for light and for
+"""The style of the benchmarks' pictures, which is that of the documentation, each for light and
 dark pages.
 """
 
@@ -16,7 +16,8 @@ from lightning_sdiloco.tools.output import DARK, LIGHT
 INK = LIGHT.ink
 QUIET = LIGHT.quiet
 
-# One method has one color in all pictures: those of DiLoCo and Streaming DiLoCo are the package's.
+# Each method has one color in all pictures. The colors of DiLoCo and Streaming DiLoCo are from the
+# package.
 DDP_HALF = "C2"
 POWER_SGD = "C0"
 ACCELERATE = "C4"
@@ -34,14 +35,14 @@ SERIES = ("C8", "C6", "C7")
 ON_DARK = dict(zip(LIGHT.lines, DARK.lines, strict=True)) | {
     getattr(LIGHT, part): getattr(DARK, part) for part in ("ink", "quiet", "grid", "paper")
 }
-"""The colours of a picture for a dark page, by those of the one for a light page."""
+"""The colors of a picture for dark pages, by those for light pages."""
 
 
 def figure(
     columns: int = 1, height: float = 3.6, widths: Sequence[float] | None = None
 ) -> tuple[Figure, list[Any]]:
-    """An empty picture of so many panels beside each other, with their relative widths; it fits a
-    page.
+    """Returns an empty picture of page width with several panels in a row, given their relative
+    widths.
     """
     mpl.rcParams.update(LIGHT.style)
     mpl.rcParams["axes.prop_cycle"] = cycler(color=LIGHT.lines)
@@ -53,7 +54,7 @@ def figure(
 
 
 def counted(number: float, place: int = 0) -> str:
-    """Formats the number at a place of an axis as people say it.
+    """Formats the number at a tick of an axis in everyday units.
 
     Examples:
         >>> counted(0.1), counted(1000), counted(1e5), counted(3e6), counted(1e9)
@@ -66,8 +67,8 @@ def counted(number: float, place: int = 0) -> str:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Writes a picture as its suffix says, the same bytes for the same numbers; an SVG for a dark
-    page, too.
+    """Writes a picture in the format of its suffix, with equal bytes for equal numbers; for an SVG,
+    also a dark version.
     """
     is_svg = path.suffix == ".svg"
     drawn.savefig(path, dpi=150, metadata={"Date": None} if is_svg else {"Software": None})
@@ -76,9 +77,9 @@ def save(drawn: Figure, path: Path) -> None:
 
 
 def for_dark_pages(path: Path) -> Path:
-    """Writes the picture for a dark page beside an SVG for a light one, and returns its path."""
+    """Writes the dark version of an SVG next to it, and returns its path."""
     dark = path.with_stem(f"{path.stem}-dark")
     drawn = re.sub("#[0-9a-f]{6}", lambda color: ON_DARK.get(color[0], color[0]), path.read_text())
-    # Elements without a colour, such as the text of a legend, are black.
+    # Elements without a color, such as the text of a legend, are black.
     dark.write_text(drawn.replace("<svg ", f'<svg fill="{DARK.ink}" ', 1))
     return dark

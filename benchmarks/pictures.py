@@ -1,7 +1,6 @@
-"""Draws the pictures of the pages again, from the numbers that docs/benchmarks keeps: it measures
-nothing.
+"""Redraws the pictures of the pages from the numbers in docs/benchmarks, without measuring.
 
-    python -m benchmarks.pictures [NAME ...]
+python -m benchmarks.pictures [NAME ...]
 """
 
 import argparse
@@ -30,7 +29,7 @@ from benchmarks.methods import claims
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHOWN_OF_GPU = (408, 462)
-"""The milliseconds of the profile that the picture shows."""
+"""The range of the profile that the picture shows, in milliseconds."""
 
 
 def numbers_of(name: str) -> dict[str, Any]:
@@ -43,7 +42,9 @@ def draw_rows(benchmark: Any, name: str, picture: Path) -> None:
 
 
 def draw_runs(main: Callable[[list[str]], None], name: str, picture: Path) -> None:
-    """Draws with the command itself, which finds all runs in a copy of the file and writes that."""
+    """Draws with the benchmark's command, which finds all runs in a copy of the file and writes the
+    copy.
+    """
     with TemporaryDirectory() as folder:
         copy = shutil.copy(DOCS / "benchmarks" / f"{name}.json", folder)
         main(["--minutes", "0", "--json", str(copy), "--picture", str(picture)])

@@ -1,33 +1,35 @@
-"""What worker groups cost in loss against DDP, at equal tokens and with the settings that a user
-gets.
+"""Measures the cost of worker groups in loss compared with DDP, at equal tokens and with the
+settings that a user gets.
 
     python -m benchmarks.quality [--stage STAGE] [--size SIZE ...] [--budget X] [--device cuda]
                                  [--workers N] [--minutes M] [--quick] [--json FILE] [--picture
                                  FILE]
 
-- ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
-- ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best
+- ``rates``: the inner learning rate, for DDP and for worker groups, on the tuning seeds.
+- ``verdict``: three sizes and 2, 4 and 8 groups, on five other seeds, each method at its own best
   rate.
-- ``alone``: 2, 4 and 8 groups with an H of 20 and of 100, of which the strategy chooses all else;
-  by the bare name, of which it chooses H, too; and one group on the batches of all of them.
-- ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
-- ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
-- ``bands``: 4 groups by the bare name with other H, and both methods with other inner learning
-  rates, on one seed.
-- ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the
-  verdict.
-- ``unequal``: 4 groups by themselves, each with files of its own.
-- ``sparse``: 1/64 of the values, beside fp4 with all else equal.
-- ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for
+- ``alone``: 2, 4 and 8 groups with H=20 and H=100, where the strategy chooses everything else; the
+  bare name, where it also chooses H; and one group on the batches of all groups.
+- ``screen``: one factor at a time, starting from two groups and H=50, on the tuning seeds.
+- ``shares``: 4 and 8 groups with other lengths of the dense beginning, on one seed.
+- ``bands``: 4 groups by the bare name with other values of H, and both methods with other inner
+  learning rates, on one seed.
+- ``muon``: Muon for the matrices in both methods: its rates, and the settings that the strategy
+  chooses, on the seeds of the verdict.
+- ``unequal``: 4 groups with the settings that the strategy chooses, each with its own files.
+- ``sparse``: 1/64 of the values, compared with fp4 under equal conditions.
+- ``large``: 5 and 10 million parameters at two rates, and a pair of runs with 50 million; for
   ``--device cuda``.
 
-The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many
-processes, so that the load of the machine does not matter. DDP has the batches of all groups
-together. What nobody sets is chosen by the library, and kept as numbers: a run is that of its
-numbers, whatever the library chooses later. What has fewer than 14 rounds is left out.
+The worker groups are simulated in one process (`SimulatedGroups`), bit-identical to separate
+processes, so that the load of the machine does not matter. DDP trains on the batches of all groups
+together. Open settings are chosen by the library and saved as numbers, so that a run is identified
+by its numbers even if the library later chooses differently. Combinations with fewer than 14 rounds
+are left out.
 
-With --json every run is kept at once, and runs that the file has are not made again. With --minutes
-too, a training whose time is up goes on with the next call, bit for bit.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped. If --minutes is also given, a training that is out of time continues with the next call,
+bit for bit.
 """
 
 import argparse
@@ -54,20 +56,20 @@ from lightning_sdiloco.algorithm.config import (
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 
 Pair = tuple[Training, Training]
-"""A training in worker groups, and one by DDP."""
+"""A training in worker groups and one with DDP."""
 
 BATCH = 2
-"""Windows that a group sees in a step. With two DDP does better than with four, at either learning
-rate."""
+"""The windows that a group sees in a step. DDP does better with two than with four, at either
+learning rate."""
 
 TWO_GROUPS = {
     "overlap_steps": 5, "outer_lr": 0.7, "mixing": 0.2, "outer_momentum": 0.9, "compression": "fp4", "fragments": CUT,
 }  # fmt: skip
-"""The defaults of two groups but for H, as the numbers that ``"auto"`` stands for."""
+"""The defaults of two groups except for H, as the numbers that ``"auto"`` means."""
 
 TUNING = range(2)
 HELD_OUT = range(10, 15)
-"""Seeds: those that chose the rates, and those that no choice has seen."""
+"""The seeds with which the rates were chosen, and those that no choice has used."""
 
 
 class Rates(NamedTuple):
@@ -79,7 +81,7 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how it is trained.
+    """A model and its training.
 
     Attributes:
         size: Its shape.
@@ -88,11 +90,11 @@ class Model:
         budget: Tokens per parameter.
         every: The values of H for the verdict, by the number of groups; the first is that of all
             other stages.
-        alone: The best inner learning rates of groups of which nothing but H is said, by their
-            number.
-        tried: Those that both methods try there, by the number of groups.
-        alone_every: The values of H there, by the number of groups; 20 where it says nothing.
-        seeds: The seeds there.
+        alone: The best inner learning rates of groups for which only H is set, by the number of
+            groups.
+        tried: The rates that both methods try in that stage, by the number of groups.
+        alone_every: The values of H in that stage, by the number of groups; the default is 20.
+        seeds: The seeds of that stage.
     """
 
     size: Size
@@ -106,8 +108,8 @@ class Model:
     seeds: Sequence[int] = HELD_OUT
 
 
-# More groups want larger rates of their own, since each steps on a smaller batch; larger models
-# want smaller ones.
+# More groups need larger rates, because each steps on a smaller batch; larger models need smaller
+# rates.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
     "0.1M": Model(
@@ -137,7 +139,7 @@ MODELS = {
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "50M": Model(Size(16, 512, 8, 128), {2: Rates(1e-3, 1e-3)}, batch=32, budget=2.0),
 }
-"""The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
+"""The models by name, with the rates that stage ``rates`` chooses; 0.2M is the demo's model."""
 
 TRIED = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2)
 TRIED_LARGE = (1.5e-3, 3e-3)
@@ -149,10 +151,10 @@ OTHER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """H and inner learning rates of the bands; with four groups at 0.1M the bare name means H=10."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
-"""The outer step of the runs that say nothing of a direction."""
+"""The outer step of runs that do not set a direction."""
 
 EQUALISED = OuterOptimizer(direction="equalised")
-"""The outer step that is chosen by itself."""
+"""The outer step that is chosen by default."""
 
 MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(2.4e-2, 1.2e-2)}
 
@@ -162,8 +164,7 @@ DILOCO: dict[str, Any] = {
     "fragments": [["*"]],
     "compression": "fp32",
 }
-"""DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups
-train."""
+"""DiLoCo without streaming: one fragment, float32, and no overlap of flights with training."""
 
 
 def pair(
@@ -174,8 +175,8 @@ def pair(
     inner: str = "adamw",
     **choices: Any,
 ) -> Pair:
-    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of
-    its own.
+    """Returns worker groups and DDP on the same batches, from the same weights, each with its own
+    rate.
     """
     model = MODELS[size]
     rates = rates or model.rates[groups]
@@ -184,7 +185,7 @@ def pair(
 
 
 def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
-    """Returns choices with the numbers that the library chooses in place of what is left out."""
+    """Returns choices, completed with the numbers that the library chooses."""
     settings = Settings(**{"outer_optimizer": ELEMENTWISE, **choices}).chosen_for(groups)
     defaults = {
         "overlap_steps": settings.overlap_steps,
@@ -195,7 +196,7 @@ def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
 
 
 def verdict(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what decides whether worker groups learn as well as DDP."""
+    """Yields the pairs that decide whether worker groups learn as well as DDP."""
     for groups in MODELS[size].rates:
         for sync_every, seed in product(MODELS[size].every[groups], HELD_OUT):
             name = f"{size}, M={groups}, H={sync_every}"
@@ -210,8 +211,8 @@ def alone(
     inner: str = "adamw",
     sync_every: int | None = 20,
 ) -> Pair:
-    """Makes groups of which nothing but H was said, or not even that (None): the strategy cuts the
-    model, and chooses H and a dense beginning, for a link that hides them.
+    """Returns groups for which only H is set, or not even that (None): the strategy chooses
+    fragments, H and a dense beginning, for a link that hides them.
     """
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
@@ -225,8 +226,8 @@ def alone(
 
 
 def single(size: str, groups: int, seed: int) -> Pair:
-    """Makes one group on the batches of several, with the outer step that the strategy chooses:
-    what that step does without any group that drifts, and without a link.
+    """Returns one group on the batches of several, with the outer step that the strategy chooses,
+    which shows the effect of that step without drift and without a link.
     """
     ours, ddp = alone(size, groups, seed)
     choices = {**(ours.choices or {}), "compression": "fp32"}
@@ -236,7 +237,7 @@ def single(size: str, groups: int, seed: int) -> Pair:
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what the strategy does by itself, at the rates that both methods try, and over the
+    """Yields pairs with the strategy's choices, at the rates that both methods try and over the
     other seeds.
     """
     model = MODELS[size]
@@ -256,8 +257,8 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def screen(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields one factor at a time around the defaults of two groups, with `BATCH` windows for each
-    in a step.
+    """Yields variations of one factor at a time from the defaults of two groups, with `BATCH`
+    windows for each in a step.
     """
     factors: dict[str, tuple[Any, ...]] = {
         "outer_lr": (0.4, 0.9),
@@ -275,7 +276,7 @@ def screen(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def shares(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields groups that exchange every four inner steps in some of the steps."""
+    """Yields groups that exchange every four inner steps in a share of the steps."""
     for (groups, sync_every), share in product(((4, 50), (8, 20)), (0, 0.05, 0.1, 0.2, 0.4)):
         rounds = round(share * pair(size, groups)[0].steps) // 4
         choices: dict[str, Any] = {"dense_beginning": DenseBeginning(rounds)} if rounds else {}
@@ -284,8 +285,8 @@ def shares(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def bands(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields four groups by the bare name, with another H, and with another inner learning rate,
-    which DDP then has, too: how wrong one may be.
+    """Yields four groups by the bare name with a different H, and with a different inner learning
+    rate, also for DDP, to show how wrong each may be.
     """
     for sync_every in OTHER_LENGTHS:
         yield f"{size}, M=4, H={sync_every}", alone(size, 4, HELD_OUT[0], sync_every=sync_every)
@@ -295,7 +296,7 @@ def bands(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields each rate for each number of groups, for both methods alike."""
+    """Yields each rate for each number of groups, for both methods."""
     for groups in MODELS[size].rates:
         sync_every = MODELS[size].every[groups][0]
         for rate, seed in product(TRIED, TUNING):
@@ -304,12 +305,12 @@ def rates(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def muon(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields Muon inside both methods: each rate on the seeds for tuning, and by itself the best
-    ones on the others.
+    """Yields Muon in both methods: each rate on the tuning seeds, and the best ones on the other
+    seeds.
     """
     for rate, seed in product(TRIED_MUON, TUNING):
         rates = Rates(rate, rate)
-        if rate < TRIED_MUON[-1]:  # two groups are worse at the last but one already
+        if rate < TRIED_MUON[-1]:  # two groups are already worse at the second-last rate
             yield at_rate(f"{size}, M=2, H=50, Muon", rate), pair(size, 2, seed, rates, "muon")
         for groups in (4, 8):
             name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
@@ -320,7 +321,7 @@ def muon(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def unequal(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields four groups by themselves of which each has files of its own, and DDP on the same
+    """Yields four groups with the strategy's choices, each with its own files, and DDP on the same
     batches.
     """
     for seed in HELD_OUT:
@@ -330,7 +331,7 @@ def unequal(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def sparse(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields 1/64 of the values, beside fp4 with all else equal, by H."""
+    """Yields 1/64 of the values and fp4 under equal conditions, by H."""
     for sync_every, compression, seed in product((50, 10, 5), ("fp4", "sparse"), TUNING):
         choices: dict[str, Any] = {
             "sync_every": sync_every,
@@ -341,8 +342,8 @@ def sparse(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def large(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields one seed: two rates for both methods, or the one rate that is known where it would
-    take too long.
+    """Yields one seed with two rates for both methods, or only the known rate if more would take
+    too long.
     """
     name = f"{size}, M=2, H=50"
     if size == "50M":
@@ -360,9 +361,9 @@ class Stage(NamedTuple):
     """A question.
 
     Attributes:
-        about: What it is about.
-        sizes: The models that it needs if nobody says.
-        pairs: From a model to its pairs, each with the name of the setting.
+        about: The subject.
+        sizes: The models that it uses by default.
+        pairs: A function from a model to its pairs, each with the name of the setting.
     """
 
     about: str
@@ -395,7 +396,7 @@ def at_rate(name: str, rate: float) -> str:
 def planned(
     stage: Stage, sizes: Sequence[str], budget: float | None, device: str
 ) -> dict[str, list[Pair]]:
-    """Returns the pairs of a stage by their setting, what is worth most first."""
+    """Returns the pairs of a stage by their setting, the most informative first."""
     settings: dict[str, list[Pair]] = {}
     for size in sizes:
         usual = MODELS[size].budget
@@ -409,13 +410,13 @@ def planned(
 
 
 def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
-    """Tells whether a setting has so many rounds that they tell something of it."""
+    """Returns whether a setting has enough rounds to be informative."""
     return all(ours.rounds >= FEWEST_ROUNDS for ours, _ in pairs)
 
 
 def each_at_its_best(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Returns, for settings at several rates, the better runs of either method: where all rates
-    have the same seeds.
+    """Returns, for settings at several rates, the better runs of each method, if all rates have the
+    same seeds.
     """
     by_setting: dict[str, list[Comparison]] = {}
     for compared in comparisons:
@@ -437,7 +438,7 @@ def loss(runs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line, and refuses a GPU that is not there."""
+    """Reads the command line, and refuses a GPU that does not exist."""
     parser = runs.parser(__doc__)
     parser.add_argument(
         "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"

@@ -1,7 +1,7 @@
-"""What all benchmarks have in common at their ends: the command line, and the file of results.
+"""Code that all benchmarks share: the command line and the file of results.
 
-A file of results is JSON: ``headline`` (names to numbers), ``measured`` (where and when), and what
-the benchmark adds.
+A file of results is JSON with ``headline`` (names to numbers), ``measured`` (where and when), and
+entries of the benchmark.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def options(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line of a benchmark without options of its own."""
+    """Reads the command line of a benchmark without additional options."""
     return parser(description).parse_args(arguments)
 
 
@@ -76,8 +76,8 @@ def write(
 
 
 def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "") -> None:
-    """Prints a table: the first column is text, the others are numbers. As Markdown where nobody
-    watches.
+    """Prints a table whose first column is text and whose other columns are numbers, as Markdown if
+    the output is not a terminal.
     """
     if not sys.stdout.isatty():
         print(f"\n{title}\n")
@@ -89,7 +89,7 @@ def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "
             print(f"\n{caption}")
         sys.stdout.flush()
         return
-    # Not at the head: a machine on which only numbers are measured may not have it.
+    # Imported here, because a machine that only measures may not have it.
     from rich.console import Console
     from rich.table import Table
 
@@ -106,7 +106,7 @@ def said(message: str) -> None:
 
 
 def kept_rows(path: Path | None) -> list[dict[str, Any]]:
-    """Reads the rows of a file of results; there are none where there is no file yet."""
+    """Reads the rows of a file of results; there are none if the file does not exist yet."""
     if path is None or not path.exists():
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
@@ -114,6 +114,6 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 def show_left_out(reasons: Iterable[str]) -> None:
-    """Prints why something was left out, each reason once."""
+    """Prints the reason why something was left out, once for each reason."""
     for reason in dict.fromkeys(reasons):
         print(f"\nLeft out: {reason}")

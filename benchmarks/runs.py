@@ -1,5 +1,5 @@
-"""Many trainings: several at a time, each made once and kept in a file, in pieces of as many
-minutes as there are.
+"""Runs many trainings, several at a time. Each is trained once and saved in a file, in pieces that
+fit into the available minutes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing_extensions import override
 from benchmarks import report
 from benchmarks.training import Run, Training, made
 
-# The values of runs from before there was a choice.
+# The values in runs from before these options existed.
 _BEFORE = {
     "device": "cpu",
     "split": "shuffled",
@@ -32,8 +32,8 @@ _BEFORE = {
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to
-    make them.
+    """Makes the command line of a benchmark of many trainings: that of `report.parser`, plus
+    options for running them.
     """
     command_line = report.parser(description)
     command_line.add_argument(
@@ -69,7 +69,7 @@ def of_pairs(settings: Mapping[str, Iterable[tuple[Training, Training]]]) -> lis
 
 
 class Runs:
-    """The runs of a file. Each is kept as soon as it is made, and none is made twice."""
+    """The runs in a file. Each is saved as soon as it ends, and none is repeated."""
 
     def __init__(self, command: str, path: Path | None) -> None:
         self._command = command
@@ -91,11 +91,13 @@ class Runs:
         return next((run for run in self._done if run.items() >= key.items()), None)
 
     def all(self) -> Sequence[Run]:
-        """Returns all runs, those included that nobody can make any more."""
+        """Returns all runs, including those that can no longer be repeated."""
         return self._done
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:
-        """Makes the trainings that are not done, those first that were begun before."""
+        """Runs the trainings that are not finished, beginning with those that were already
+        started.
+        """
         wanted = {_name(training): training for training in trainings if self.get(training) is None}
         waiting = deque(sorted(wanted.values(), key=self._is_begun, reverse=True))
         deadline = time.time() + 60 * minutes
@@ -127,7 +129,7 @@ class Runs:
         state = self._state(training)
         if state is not None:
             state.unlink(missing_ok=True)
-            with suppress(OSError):  # there are others in it, or none
+            with suppress(OSError):  # if the folder is not empty, or does not exist
                 state.parent.rmdir()
 
     def _state(self, training: Training) -> Path | None:
@@ -141,7 +143,7 @@ class Runs:
         return state is not None and state.exists()
 
     def write(self, headline: Mapping[str, float], quick: bool = False) -> None:
-        """Writes all runs, and the headline beside that of earlier calls."""
+        """Writes all runs, and merges the headline with that of earlier calls."""
         self._headline.update(headline)
         about = report.measured(self._command, quick)
         report.write(self._path, self._headline, about, runs=self._done)
@@ -158,7 +160,7 @@ def _executor(workers: int) -> Executor:
 
 
 class _InThisProcess(Executor):
-    """Calls each function at once, in this process."""
+    """Calls each function immediately, in this process."""
 
     @override
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

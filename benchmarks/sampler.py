@@ -1,5 +1,5 @@
-"""Looks at the counter of an interface all the time, in a process of its own, for the busiest 100
-ms.
+"""Samples the byte counter of a network interface continuously, in a separate process, to find the
+busiest 100 ms.
 """
 
 import os
@@ -13,15 +13,15 @@ from pathlib import Path
 from subprocess import Popen
 
 Sample = tuple[float, int]
-"""A time on the clock of ``time.perf_counter()``, which is one for all processes, and bytes sent by
-then."""
+"""A time of ``time.perf_counter()``, which is the same clock in all processes, and the bytes sent
+by then."""
 
 WINDOW = 0.1
 _EVERY = 0.004
 
 
 def peak(samples: Sequence[Sample], since: float = 0.0) -> float:
-    """The most bytes per second within any window; 0 without samples.
+    """Returns the maximum bytes per second within any window; 0 without samples.
 
     Examples:
         >>> peak([(0.0, 0), (0.05, 10), (0.12, 110), (0.3, 120)])

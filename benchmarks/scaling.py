@@ -1,14 +1,14 @@
-"""Draws how far worker groups are from data parallel over the size of the model: what others
-measured, and our runs.
+"""Draws the gap between worker groups and data parallelism over the model size, from published
+measurements and from our runs.
 
     python -m benchmarks.scaling [--json docs/benchmarks/quality.json]
                                  [--curve docs/benchmarks/curve.json] [--picture FILE]
 
-Measured by others is "Communication-Efficient Language Model Training Scales Reliably and Robustly:
-Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter, every method at
-its own best batch and rates. Nobody has measured below 35 million parameters: a fit of both losses
-and one of the gap alone, each a power law, say different things there, and all between them is
-drawn as a band.
+The published measurements are from "Communication-Efficient Language Model Training Scales Reliably
+and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799), with H=30 and 20 tokens per parameter,
+every method at its own best batch and rates. They do not go below 35 million parameters. There, a
+power-law fit of both losses and one of only the gap differ, and the range between them is drawn as
+a band.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from benchmarks.training import parameters
 from lightning_sdiloco.planning.units import half_width
 
 SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
-"""Parameters of the models of arXiv 2503.09799."""
+"""The parameters of the models in arXiv 2503.09799."""
 
 GAPS: Mapping[int, Sequence[float]] = {
     2: (0.7, 0.5, 0.3, 0.1, 0.2, 0.2, -0.1),
     4: (2.0, 1.5, 1.1, 0.9, 0.7, 0.5, 0.3),
     8: (3.9, 3.1, 2.3, 2.0, 1.7, 1.3, 1.1),
 }
-"""Loss over that of data parallel there, in percent, by the number of groups."""
+"""The loss above that of data parallelism in that paper, in percent, by the number of groups."""
 
 DATA_PARALLEL = (18.129, -0.0953)
 LAWS = {2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
@@ -44,7 +44,7 @@ SHOWN = (8e4, 4e9)
 
 
 class Point(NamedTuple):
-    """A measurement of ours: parameters, groups, and percent above DDP with each seed."""
+    """One of our measurements: parameters, groups, and percent above DDP for each seed."""
 
     parameters: int
     groups: int
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 
 def by_losses(groups: int, numel: float) -> float:
-    """Returns the gap in percent that the fits of both losses say.
+    """Returns the gap in percent according to the fits of both losses.
 
     Examples:
         >>> [round(by_losses(groups, 114_336), 1) for groups in LAWS]
@@ -64,8 +64,7 @@ def by_losses(groups: int, numel: float) -> float:
 
 
 def by_gap(groups: int, numel: float) -> float:
-    """Returns the gap in percent that a power law of the gap says, fitted to those that are above
-    zero.
+    """Returns the gap in percent according to a power law that is fitted to the positive gaps.
 
     Examples:
         >>> [round(by_gap(groups, 114_336)) for groups in LAWS]
@@ -78,7 +77,7 @@ def by_gap(groups: int, numel: float) -> float:
 
 
 def points(finished: Runs) -> list[Point]:
-    """Returns the results of the bare name on the seeds of the verdict, and in two models those of
+    """Returns the results of the bare name on the seeds of the verdict, and for two models those of
     two groups with H=50.
     """
     points = []
@@ -94,7 +93,7 @@ def points(finished: Runs) -> list[Point]:
 
 
 def points_of_curve(finished: Runs) -> list[Point]:
-    """Returns what groups lost on a GPU against the better of DDP's runs, as far as it was made."""
+    """Returns the gaps of groups on a GPU to the better of DDP's runs, where runs exist."""
     points = []
     for point in curve.POINTS.values():
         rows = curve.rows_of(curve.Curve(point, "data/linux.xz", "cuda"), finished)
@@ -122,14 +121,14 @@ def draw(measured: Sequence[Point], path: Path) -> None:
 
 
 def _plot(axes: Any, groups: int, color: str, measured: Sequence[Point]) -> None:
-    """Draws the gap of a number of groups: published, by both laws, and as measured here."""
+    """Draws the gap for a number of groups: as published, by both laws, and as measured here."""
     label = f"{groups} groups"
     axes.plot(SIZES, GAPS[groups], color=color, marker="o", markersize=3, label=label)
     numel = np.geomspace(*SHOWN, 100)
     small = numel[numel <= SIZES[0]]
     laws = [[law(groups, size) for size in small] for law in (by_losses, by_gap)]
     axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
-    # Beside each other, not on top of each other.
+    # Next to each other, not on top of each other.
     sizes = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in measured]
     means = [mean(point.percent) for point in measured]
     halves = [half_width(point.percent) or 0.0 for point in measured]

@@ -1,11 +1,12 @@
-"""What a step costs in a federation, over one of the fixed world: computation is replaced by sleep.
+"""Measures the cost of a step in a federation relative to groups launched together, with
+computation replaced by sleep.
 
     python -m benchmarks.site_steps [--quick] [--json FILE]
 
-A hub and two sites, with keys and TLS over the loopback, beside two worker groups that were
-launched together: the same model, settings and sleeps, at the same time, so that what else the
-machine does hits both alike. A round is `SYNC_EVERY` steps, with every launch and every landing
-once; the first three are left out.
+A hub and two sites, with keys and TLS over the loopback interface, run at the same time as two
+worker groups that were launched together. They have the same model, settings and sleeps, so that
+other load on the machine affects both alike. A round has `SYNC_EVERY` steps, with every launch and
+every landing once. The first three rounds are left out.
 """
 
 import multiprocessing
@@ -41,7 +42,7 @@ FIRST = 3 * SYNC_EVERY
 
 
 class Times(Callback):
-    """Takes the time after every step."""
+    """Records the time after every step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -51,13 +52,13 @@ class Times(Callback):
         self.ends.append(time.perf_counter())
 
     def rounds(self) -> list[float]:
-        """Returns the seconds of a step, the mean of each round."""
+        """Returns the mean seconds of a step in each round."""
         ends = self.ends[FIRST - 1 :: SYNC_EVERY]
         return [(last - first) / SYNC_EVERY for first, last in zip(ends, ends[1:], strict=False)]
 
 
 def trained(seconds: float, steps: int, group: int, federation: Federation | None) -> list[float]:
-    """Trains, and returns the seconds of a step in every round."""
+    """Trains, and returns the mean seconds of a step in each round."""
     torch.set_num_threads(1)
     pl.seed_everything(0)
     times = Times()
@@ -77,19 +78,19 @@ def trained(seconds: float, steps: int, group: int, federation: Federation | Non
 def site(
     seconds: float, steps: int, federation: Callable[..., Federation], rank: int, world_size: int
 ) -> list[float]:
-    """Is a site: a world of its own."""
+    """Runs a site, which is a separate world."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     return trained(seconds, steps, rank, federation(site=SITES[rank]))
 
 
 def group(seconds: float, steps: int, rank: int, world_size: int) -> list[float]:
-    """Is a worker group of the fixed world."""
+    """Runs a worker group of those that are launched together."""
     return trained(seconds, steps, rank, None)
 
 
 def serve(folder: Path, pipe: Any) -> None:
-    """Is the hub, until it is killed."""
+    """Runs the hub until it is killed."""
     service = HubService(
         RUN, folder / "hub.sqlite", sites=len(SITES), listen="127.0.0.1:0", keys=folder / "keys"
     )
@@ -100,7 +101,7 @@ def serve(folder: Path, pipe: Any) -> None:
 
 
 def measure(seconds: float, steps: int) -> dict[str, list[float]]:
-    """Trains both at the same time, and returns the seconds of a step in every round, the mean of
+    """Trains both at the same time, and returns the seconds of a step in each round, averaged over
     both ranks.
     """
     ranks: dict[str, Any] = {}

@@ -1,15 +1,15 @@
-"""How much of its speed each method keeps on slow links: two and four sites, 50 ms round trip, 1000
-to 10 Mbit/s.
+"""Measures how much of its speed each method keeps on slow links: two and four sites, 50 ms round
+trip, 1000 to 10 Mbit/s.
 
     python -m benchmarks.slow_links [--quick] [--json FILE] [--picture FILE]
 
-Every site is a network namespace with one rank, so this needs root. The step is that of a virtual
-accelerator: forward and backward take 200 ms, most of it asleep, so that two cores are enough for
-four ranks and step times are steady. With --json every row is kept at once, and rows that the file
-has are not measured again, unless they failed.
+Every site is a network namespace with one rank, so this needs root. Steps run on a virtual
+accelerator: forward and backward take 200 ms, mostly asleep, so that two cores are enough for four
+ranks and step times are steady. With --json, every row is saved as soon as it is measured, and rows
+that are already in the file are skipped unless they failed.
 
-The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out,
-with the reason.
+The peers need separate Python environments: benchmarks/peers/install.sh. A peer that is not
+installed is left out, with the reason.
 """
 
 import os
@@ -44,7 +44,7 @@ CASE = Case(Size(layers=8, width=320, heads=5, context=16), fragments=4)
 QUICK = Case(Size(layers=4, width=32, heads=2, context=16), fragments=4, step_seconds=0.05)
 
 RATES: tuple[float | None, ...] = (None, 1000, 100, 30, 10)
-"""Mbit/s; None is the loopback, as fast as this machine can."""
+"""Mbit/s; None means the loopback interface, as fast as this machine allows."""
 
 ROUND_TRIP = 0.05
 
@@ -58,18 +58,18 @@ METHODS = {
     "ddp_bf16": ("DDP, bf16", DDP_HALF),
     "lightning_ddp": ("Lightning DDP", DDP),
 }
-"""Names and colors. The bf16 hook is asked in every run whether it works by now."""
+"""Names and colors. Every run checks whether the bf16 hook works by now."""
 
 _EVERY_STEP = ("lightning_ddp", "ddp_fp16", "ddp_bf16")
 
 _STEPS_ON_SLOW_LINKS: dict[float | None, int] = {100: 4, 30: 2}
-"""How many steps of these methods count there, by Mbit/s; on slower links it is one."""
+"""The number of steps of these methods that count, by Mbit/s; on slower links it is one."""
 
 Row = dict[str, Any]
 
 
 def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
-    """Steps that do not count, and steps that do."""
+    """The number of steps that do not count, and of steps that do."""
     fast = mbit_s is None or mbit_s >= 1000
     rounds = 2 if fast else 1
     if method in _EVERY_STEP:
@@ -84,7 +84,7 @@ def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
 
 
 def jobs(quick: bool) -> Iterator[Job]:
-    """Yields what is measured: on each link and with each number of sites every method."""
+    """Yields the measurements: every method on each link and with each number of sites."""
     case = QUICK if quick else CASE
     links = (None, 10) if quick else RATES
     numbers_of_sites = (2,) if quick else (2, 4)
@@ -101,7 +101,9 @@ def jobs(quick: bool) -> Iterator[Job]:
 
 
 def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
-    """Measures the links of our runs with the doctor, but for those that the rows have."""
+    """Measures the links of our runs with the doctor, except for those that are already in the
+    rows.
+    """
     for job in jobs(quick):
         if job.method != "streaming" or job.mbit_s is None:
             continue
@@ -174,13 +176,13 @@ def row_of(rows: list[Row], method: str, sites: int, mbit_s: float | None) -> Ro
 
 
 def relative(rows: list[Row], row: Row) -> float | None:
-    """Throughput relative to the same method on the loopback."""
+    """Returns the throughput relative to the same method on the loopback interface."""
     base = row_of(rows, row.get("method", ""), row.get("sites", 0), None)
     return base["seconds"] / row["seconds"] if "seconds" in row and "seconds" in base else None
 
 
 def plan(case: Case, sites: int, step_time: float | None = None) -> Streaming:
-    """Plans our run as `sdiloco plan` does, by default with the virtual accelerator's step."""
+    """Plans our run like `sdiloco plan`, by default with the virtual accelerator's step."""
     settings = Settings(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
@@ -199,7 +201,9 @@ def _model(case: Case) -> Model:
 
 
 def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
-    """Tells whether a fragment and a round trip fit in tau steps, and all fragments in H."""
+    """Returns whether a fragment and a round trip fit into tau steps, and all fragments into H
+    steps.
+    """
     span = case.overlap_steps * case.step_seconds
     fragment = method.peak_gbit_s * span * 1000 / mbit_s
     everything = method.bytes_per_step * 8 / case.step_seconds / 1e6
@@ -207,7 +211,7 @@ def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
 
 
 def predictions(rows: list[Row]) -> list[Row]:
-    """Measured and predicted utilisation of ours, and whether the link suffices."""
+    """Returns our measured and predicted utilisation, and whether the link is fast enough."""
     return [
         _prediction(rows, row)
         for row in rows
@@ -242,7 +246,9 @@ def _prediction(rows: list[Row], row: Row) -> Row:
 
 
 def headline(rows: list[Row]) -> dict[str, float]:
-    """Throughput of ours relative to the loopback, and how it compares with the best peer."""
+    """Returns our throughput relative to the loopback interface, and the comparison with the best
+    peer.
+    """
     numbers = {}
     for row in rows:
         share = relative(rows, row)
@@ -260,7 +266,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
 
 
 def show(rows: list[Row]) -> None:
-    """Prints a table for each number of sites, and the prediction."""
+    """Prints a table for each number of sites and the prediction."""
     for sites in dict.fromkeys(row["sites"] for row in rows):
         show_steps(rows, sites)
     report.show_left_out(
@@ -270,7 +276,7 @@ def show(rows: list[Row]) -> None:
 
 
 def show_steps(rows: list[Row], sites: int) -> None:
-    """Prints how long a step takes with so many sites, by method and link."""
+    """Prints the duration of a step with a number of sites, by method and link."""
     rates = list(dict.fromkeys(row["mbit_s"] for row in rows if row["method"] != "doctor"))
     table = []
     for method, (name, _) in METHODS.items():
@@ -303,7 +309,7 @@ def cell(rows: list[Row], row: Row) -> str:
 
 
 def show_predictions(rows: list[Row]) -> None:
-    """Prints what the planner says beside what was measured."""
+    """Prints the planner's predictions next to the measurements."""
     predicted = ["utilisation", "planned", "ms per step", "simulated", "bytes", "planned"]
     columns = ["link", "doctor", "suffices", "kept", *predicted]
     table = [

@@ -1,8 +1,8 @@
-"""Several groups' models of the benchmarks as one, for a GPU: as many groups one by one would wait
-for the launches of their small operations.
+"""Combines the models of several groups into one for a GPU, because separate models would wait for
+the launches of their small operations.
 
-Parameters of all groups lie in one tensor, of which those of a group's model are views: what an
-engine writes to its model is there, too.
+The parameters of all groups are in one tensor, and those of a group's model are views of it, so
+values that an engine writes to its model are also in the tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from typing_extensions import override
 
 
 class StackedGPT(nn.Module):
-    """The models of several groups: bytes of shape ``(groups, batch, time)`` to logits of shape
-    ``(groups, batch, time, 256)``.
+    """The models of several groups, from bytes of shape ``(groups, batch, time)`` to logits of
+    shape ``(groups, batch, time, 256)``.
 
     Args:
-        models: The models, whose parameters become views of those of this one.
+        models: The models, whose parameters become views of this model's.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -86,13 +86,14 @@ class StackedGPT(nn.Module):
 class StackedGroups:
     """Trains the models of several groups at once with AdamW, each on its part of a batch.
 
-    On a GPU the step is recorded and replayed.
+    On a GPU, the step is recorded and replayed.
 
     Args:
         models: The models of the groups.
-        weight_decay: That of the matrices.
-        clip: The largest norm of a group's gradient.
-        is_mixed: Whether products are in bfloat16; then the model is compiled on a GPU.
+        weight_decay: The weight decay of matrices.
+        clip: The maximum norm of a group's gradient.
+        is_mixed: Whether matrix products are in bfloat16, in which case the model is compiled on a
+            GPU.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class StackedGroups:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, batch: Sequence[Tensor], lr: float) -> None:
-        """Makes an inner step of all groups with windows of text and those that follow them."""
+        """Takes an inner step of all groups with windows of text and their next bytes."""
         self._lr.fill_(lr)
         parts = [windows.view(self.net.groups, -1, windows.shape[-1]) for windows in batch]
         if not self._is_recorded:
@@ -139,7 +140,9 @@ class StackedGroups:
             options["lr"] = self._lr
 
     def _record(self, parts: Sequence[Tensor]) -> None:
-        """Makes a step as it is, which allocates all that lasts; then records the next ones."""
+        """Takes an ordinary step, which allocates persistent memory, and then records the next
+        one.
+        """
         self._windows = [windows.clone() for windows in parts]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -161,7 +164,7 @@ class StackedGroups:
         self._optimizer.step()
 
     def _summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum over the groups: none changes the gradient of another."""
+        """Returns the sum over the groups, so that no group affects the gradient of another."""
         logits = self.net(tokens)
         mean = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         return mean * self.net.groups

@@ -1,5 +1,5 @@
-"""When inner steps began, and what the process had used by then; and a virtual accelerator. Needs
-nothing at all.
+"""Time stamps of inner steps with the resources used by then, and a virtual accelerator. This
+module has no dependencies.
 """
 
 import os
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class Sent(NamedTuple):
-    """The traffic that an interface has sent in all."""
+    """The total traffic that an interface has sent."""
 
     bytes: int
     packets: int
 
 
 def sent_so_far() -> Sent:
-    """Reads the counters of the interface that gloo uses; zero where the system has none."""
+    """Reads the counters of the interface that gloo uses; zero if the system has none."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -31,9 +31,7 @@ def sent_so_far() -> Sent:
 
 
 def forget_peak_memory() -> int:
-    """Starts to look for the peak anew. Returns the bytes of memory that this process has resident
-    now.
-    """
+    """Resets the peak. Returns the resident memory of this process in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -42,7 +40,9 @@ def forget_peak_memory() -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes that this process had resident; 0 where the system does not say."""
+    """Returns the peak of this process's resident memory in bytes; 0 if the system does not report
+    it.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -51,19 +51,19 @@ def peak_memory() -> int:
 
 
 class Stamps:
-    """When inner steps began, and what this process had used by then: processor time, bytes on the
-    wire.
+    """The times at which inner steps began, and the resources used by then: processor time, and
+    bytes on the wire.
 
     Args:
-        step_seconds: A virtual accelerator: forward and backward take at least so long, the rest of
-            it asleep. The step time is then steady on a machine whose processor has other work too.
-            What a strategy does after backward comes on top; what DDP does during backward is
-            hidden behind it.
+        step_seconds: The step time of a virtual accelerator: forward and backward take at least
+            this long, by sleeping for the rest. The step time is then steady even if the processor
+            also has other work. Work of a strategy after backward is added; DDP's work during
+            backward is hidden.
 
     Attributes:
-        model: What a validation would look at, for those who write it down.
-        stopped: Seconds for which the clock has stood still.
-        memory: The most bytes that were resident when the last inner step began.
+        model: The model for a validation, for loops that record one.
+        stopped: The seconds for which the clock was stopped.
+        memory: The peak resident bytes when the last inner step began.
     """
 
     def __init__(self, step_seconds: float = 0.0) -> None:

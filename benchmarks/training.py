@@ -1,10 +1,10 @@
-"""Trains a small GPT on text with DDP's arithmetic or with worker groups, in one process and one
+"""Trains a small GPT on text with DDP's arithmetic or in worker groups, in one process and one
 thread.
 
-The worker groups are simulated (`SimulatedGroups`): the bits are those of as many processes. Every
-way to train sees the same windows of text in the same order, so two runs with one seed differ by
-the method alone. A training whose time is up writes down its state, from which another process goes
-on bit for bit.
+The worker groups are simulated (`SimulatedGroups`), bit-identical to separate processes. Every
+method sees the same windows of text in the same order, so two runs with the same seed differ only
+in the method. A training that is out of time saves its state, from which another process continues
+bit for bit.
 """
 
 import json
@@ -34,11 +34,11 @@ from muon import muon_and_adamw  # isort: skip
 from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip
 
 CUT = "strided:3"
-"""How models were cut by default when most runs in ``docs/benchmarks`` were made: a run is that of
-its cut."""
+"""The default of fragments when most runs in ``docs/benchmarks`` were made; it is part of a run's
+key."""
 
 Run = dict[str, Any]
-"""A training that is over: its settings and numbers; see `Training.key` and `made`."""
+"""A finished training: its settings and numbers; see `Training.key` and `made`."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class Training:
 
     Attributes:
         size: The shape of the model.
-        choices: The arguments of the engine; None trains as DDP does, on the mean gradient of all
+        choices: The arguments of the engine. None trains like DDP, with the mean gradient of all
             groups.
-        groups: Worker groups. With DDP as many batches make a step.
-        budget: Tokens to train on, per parameter.
-        batch: Windows that one group sees in a step.
-        lr: Learning rate of the inner optimizer after its warm-up.
+        groups: The number of worker groups. With DDP, the number of batches in a step.
+        budget: The tokens per parameter to train on.
+        batch: The windows that one group sees in a step.
+        lr: The learning rate of the inner optimizer after its warm-up.
         inner: The inner optimizer: ``"adamw"``, ``"gpa"``, ``"sgd"``, or ``"muon"`` for the
             matrices of the blocks.
-        seed: Of the initial weights and of the order of the windows.
-        warmup: Share of the steps in which the learning rate rises.
-        clip: The largest norm of a gradient.
-        device: Where models and text are.
-        split: How the text is shared out: ``"shuffled"``, or ``"by_file"``, with files of its own
-            for each group.
-        precision: ``"32-true"``, or ``"bf16-mixed"`` as Lightning has it.
-        corpus: The text: ``"python"``, or the path of one that `benchmarks.corpus` wrote.
+        seed: The seed of the initial weights and of the order of the windows.
+        warmup: The share of the steps in which the learning rate rises.
+        clip: The maximum norm of a gradient.
+        device: The device of models and text.
+        split: How the text is divided: ``"shuffled"``, or ``"by_file"``, with different files for
+            each group.
+        precision: ``"32-true"``, or ``"bf16-mixed"`` as in Lightning.
+        corpus: The text: ``"python"``, or the path of a corpus from `benchmarks.corpus`.
     """
 
     size: Size
@@ -93,7 +93,7 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels, after the dense beginning and before the final
+        """The number of exchanges of each fragment after the dense beginning and before the final
         exchange; 0 with DDP.
         """
         if self.choices is None:
@@ -103,7 +103,9 @@ class Training:
         return (self.steps - dense_steps) // int(self.choices["sync_every"])
 
     def key(self) -> Run:
-        """Returns what tells this training from all others, as it is read back from a file."""
+        """Returns the values that identify this training, in the form in which they are read back
+        from a file.
+        """
         return dict(json.loads(json.dumps(asdict(self))))
 
     @property
@@ -113,28 +115,26 @@ class Training:
 
     @property
     def is_stacked(self) -> bool:
-        """True if all groups train at once, which the `StackedGroups` of a GPU do with AdamW."""
+        """True if all groups train at once, as `StackedGroups` do on a GPU with AdamW."""
         return self.device == "cuda" and self.inner == "adamw"
 
     def model(self) -> nn.Module:
         return self.size.make(self.seed)
 
     def method_choices(self) -> Mapping[str, Any]:
-        """Returns arguments of the engine that are no part of the key, such as objects of a
+        """Returns arguments of the engine that are not part of the key, such as objects of a
         method.
         """
         return {}
 
     def engine_choices(self) -> dict[str, Any]:
-        """Returns all arguments of the engine. There is room for everything, so nothing is
-        offloaded.
-        """
+        """Returns all arguments of the engine. Memory is sufficient, so nothing is offloaded."""
         return all_on_device({**(self.choices or {}), **self.method_choices()})
 
     def simulated(
         self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
     ) -> "Simulated":
-        """Makes what joins the worker groups."""
+        """Makes the object that connects the worker groups."""
         return SimulatedGroups(models, optimizers, **self.engine_choices())
 
     def group(self) -> "Group":
@@ -142,8 +142,8 @@ class Training:
         return Group(self)
 
     def trained(self, group: int, step: int) -> int:
-        """Returns how many windows of its batch a group trains in an inner step, counted from 0;
-        with 0 it is idle.
+        """Returns the number of windows of its batch that a group trains in an inner step, counted
+        from 0; with 0 windows, the group is idle.
         """
         del group, step
         return self.batch
@@ -166,13 +166,13 @@ def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NamedTraining(Training):
-    """A training with a method that has a name, under which its runs are kept."""
+    """A training with a named method; its runs are saved under this name."""
 
     method: str = field(kw_only=True)
 
 
 class Simulated(Protocol):
-    """Joins worker groups of this process: `SimulatedGroups`, or what stands in for it."""
+    """Connects worker groups in this process: `SimulatedGroups`, or a replacement."""
 
     engines: list[StreamingDiLoCo]
 
@@ -189,7 +189,7 @@ def parameters(size: Size) -> int:
 
 
 class Text:
-    """Windows of text to train on, in an order of the seed alone, and windows to judge by.
+    """Training windows of text, in an order that depends only on the seed, and validation windows.
 
     The text is that of the examples, or a corpus that `benchmarks.corpus` wrote.
     """
@@ -210,11 +210,11 @@ class Text:
     def batches(
         self, seed: int, batch: int, first: int = 0, parts: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches for all groups together, from any of them on: pass after pass, each in an
-        order of its own.
+        """Yields batches for all groups together, from any batch on: pass after pass, each in a
+        different order.
 
-        With several parts, as many groups have files of their own: windows stand in the order of
-        these.
+        With several parts, each group has different files, and windows are in the order of the
+        groups.
         """
         for indices in islice(self._order(seed, batch // parts, parts), first, None):
             yield _stacked(self.training, indices)
@@ -227,13 +227,13 @@ class Text:
                 torch.randperm(numel, generator=generator) + part * numel for part in range(parts)
             ]
             order = torch.stack(orders).to(self.training.text.device)
-            # One after the other: to split all of them at once takes seconds.
+            # One after the other, because splitting all of them at once takes seconds.
             for start in range(0, numel // batch * batch, batch):
                 yield order[:, start : start + batch].flatten()
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
-        """Returns the loss on what was not trained on, in nats per byte."""
+        """Returns the loss on the validation windows, in nats per byte."""
         losses = []
         windows = torch.arange(len(self.validation), device=self.validation.text.device)
         for indices in windows.split(16):
@@ -252,14 +252,14 @@ def _python_sources() -> Tensor:
 
 
 def _stacked(windows: Windows, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns windows as a batch, on the device of the text: all at once, for an accelerator."""
+    """Returns windows as a batch on the device of the text, all at once for an accelerator."""
     starts = (indices * (windows.stride * windows.context)).unsqueeze(1)
     bytes_ = windows.text[starts + torch.arange(windows.context + 1, device=starts.device)].long()
     return bytes_[:, :-1].contiguous(), bytes_[:, 1:].contiguous()
 
 
 class Group:
-    """A model with its inner optimizer."""
+    """A model and its inner optimizer."""
 
     def __init__(self, training: Training) -> None:
         self.model = training.model().to(training.device)
@@ -272,7 +272,7 @@ class Group:
         return self._training.lr * self._training.lr_factor(self.steps)
 
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
-        """Makes the gradients of one inner step."""
+        """Computes the gradients of one inner step."""
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, tokens[:trained], targets[:trained])
         if trained is not None and trained != len(tokens):
@@ -317,7 +317,7 @@ class OneByOne:
         return [[group.optimizer] for group in self._groups]
 
     def step(self, batch: Sequence[Tensor], trained: Sequence[int]) -> None:
-        """Makes an inner step of every group that trains a part of its windows."""
+        """Takes an inner step in every group that trains a part of its windows."""
         tokens, targets = batch
         count = len(self._groups)
         parts = zip(tokens.chunk(count), targets.chunk(count), strict=True)
@@ -377,7 +377,7 @@ def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
 
 
 class Loop:
-    """A training under way: the groups, and how many steps they have made."""
+    """A training in progress: the groups, and the number of steps that they have taken."""
 
     def __init__(self, training: Training, text: Text) -> None:
         self._training = training
@@ -394,7 +394,7 @@ class Loop:
             self._streaming = training.simulated(self._groups.models, self._groups.optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
-        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
+        """Trains to the end, or until a time of `time.time`; returns whether it reached the end."""
         training = self._training
         windows = training.groups * training.batch
         parts = training.groups if training.split == "by_file" else 1
@@ -418,7 +418,7 @@ class Loop:
             self._streaming.step(trained=trained, idle=idle)
 
     def finish(self) -> nn.Module:
-        """Ends the training; returns the model that one would keep."""
+        """Ends the training; returns the resulting model."""
         if self._streaming is not None:
             self._streaming.finish()
         return self.model
@@ -433,7 +433,7 @@ class Loop:
 
     @property
     def traffic(self) -> Run:
-        """The bytes and launches that a group has sent so far, in the mean of all; empty with
+        """Returns the bytes and launches of a group so far, averaged over all groups; empty with
         DDP.
         """
         counted = [engine.report() for engine in self.engines]
@@ -455,7 +455,7 @@ class Loop:
 
 
 class Clock:
-    """The processor time and the seconds that a training took, with those of earlier pieces."""
+    """The processor time and the seconds of a training, including earlier pieces."""
 
     def __init__(self) -> None:
         self._cpu_began = time.process_time()
@@ -481,8 +481,8 @@ def _text(size: Size, validation_windows: int, device: str, corpus: str) -> Text
 
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
-    """Trains and judges, from a state if there is one; where the time is up, writes one and
-    returns None.
+    """Trains and evaluates, from a saved state if there is one. If the time is up, it saves a state
+    and returns None.
     """
     torch.set_num_threads(1)
     text = training.text()

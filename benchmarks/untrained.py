@@ -1,9 +1,9 @@
-"""How well groups learn with each kind of untrained state: a codebook that is a moving average of
-what was encoded.
+"""Measures how well groups learn with each kind of untrained state: a codebook of moving averages
+of the encoded values.
 
-``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data of 16 clusters, and
-prints the error on all of them for each kind, beside one group. Groups see all clusters, or each
-its own share of them.
+``python -m benchmarks.untrained`` trains an autoencoder with a codebook on data with 16 clusters,
+and prints the error on all clusters for each kind, and for one group. Groups see either all
+clusters or different ones.
 """
 
 import argparse
@@ -22,8 +22,8 @@ STEPS = 600
 
 
 class Codebook(nn.Module):
-    """Holds moving averages of how often each code was chosen, and of the sum of what it was
-    chosen for.
+    """Moving averages of how often each code was chosen, and of the sum of the values for which it
+    was chosen.
     """
 
     counts: Tensor
@@ -36,9 +36,7 @@ class Codebook(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encodes, takes the nearest code, and decodes. Codes are moving averages of what was
-    encoded.
-    """
+    """Encodes, takes the nearest code, and decodes. Codes are moving averages of encoded values."""
 
     def __init__(self) -> None:
         super().__init__()

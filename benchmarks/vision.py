@@ -1,13 +1,13 @@
-"""What worker groups cost a vision model with BatchNorm: a ResNet-8 on generated images, beside
-DDP.
+"""Measures the cost of worker groups for a vision model with BatchNorm, a ResNet-8 on generated
+images, compared with DDP.
 
     python -m benchmarks.vision [--quick] [--json FILE]
 
-Each image is a grating in noise, and its class the direction of the grating. Four groups and H=20,
-of which the strategy chooses all else, and DDP, which takes the mean of the gradients of the same
-four batches in every step: SGD inside, each at the better of two rates, on two seeds for tuning and
-five others. Batches of 16 make the statistics of BatchNorm those of one group alone; running means
-and variances are buffers, of which the groups take the mean.
+Each image is a grating in noise, and its class is the direction of the grating. Four groups train
+with H=20 and otherwise the strategy's choices. DDP averages the gradients of the same four batches
+in every step. Both use SGD, each at the better of two rates, on two seeds for tuning and five
+others. With batches of 16, the statistics of BatchNorm are those of a single group; running means
+and variances are buffers, which the groups average.
 """
 
 import math

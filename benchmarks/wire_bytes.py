@@ -1,10 +1,10 @@
-"""What crosses a link: by the interface's own counter, by report(), and by arithmetic; and at most
-within 100 ms.
+"""Compares the bytes on a link by the interface's counter, by report(), and by arithmetic, and
+measures the peak within 100 ms.
 
     python -m benchmarks.wire_bytes [--quick] [--json FILE] [--picture FILE]
 
-Two sites with 1 Gbit/s and a round trip of 50 ms, so this needs root. The peers need Pythons of
-their own: benchmarks/peers/install.sh.
+It uses two sites with 1 Gbit/s and a round trip of 50 ms in network namespaces, so this needs root.
+The peers need separate Python environments: benchmarks/peers/install.sh.
 """
 
 from dataclasses import asdict, replace

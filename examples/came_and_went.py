@@ -1,5 +1,5 @@
-"""What the records of sites tell of one that was killed and returned: two sentences, and a
-timeline as a picture.
+"""Describes, from the records of sites, how one was killed and returned: in two sentences, and as a
+picture of the timeline.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from lightning_sdiloco.tools.run_files import Rank, Run
 
 COLORS = ("C0", "C2", "C4")
 PAUSE = 1.0
-"""Seconds without an inner step that are drawn as a pause."""
+"""The seconds without an inner step from which on a pause is drawn."""
 
 
 def slowest_step(rank: Rank, began: float, ended: float) -> float:
-    """Returns the longest time between the ends of two inner steps in a span of time, in
-    seconds.
-    """
+    """Returns the longest time, in seconds, between the ends of two inner steps in a time span."""
     done = [step.done for step in rank.steps if began <= step.done <= ended]
     return max((after - before for before, after in pairwise(done)), default=0.0)
 
@@ -31,10 +29,10 @@ def sentences(
     at: Mapping[str, float],
     killed: str,
 ) -> list[str]:
-    """Says what the death of a site was to the others, and what became of it.
+    """Describes how the death of a site affected the others, and what happened to it afterwards.
 
-    ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``,
-    and how many rounds went by while the others were ``alone``.
+    ``at`` contains the times at which the run was ``founded`` and the site was ``killed``,
+    ``started`` again and ``back``, and the number of rounds for which the others were ``alone``.
     """
     survivors = [run.heads[0] for name, run in runs.items() if name != killed]
     before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in survivors)
@@ -58,20 +56,20 @@ def sentences(
 
 
 def training(rank: Rank) -> list[tuple[float, float]]:
-    """Returns the spans in which a site trained, without the pauses between them."""
+    """Returns the time spans in which a site trained, without the pauses between them."""
     spans: list[tuple[float, float]] = []
     for step in rank.steps:
         if spans and step.span[0] - spans[-1][1] < PAUSE and step.done - step.span[0] < PAUSE:
             spans[-1] = spans[-1][0], step.done
         else:
-            # The time before a step that took so long was no training.
+            # Before a step that took this long, the site did not train.
             spans.append((max(step.span[0], step.done - PAUSE), step.done))
     return spans
 
 
 def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed: str) -> list[Path]:
-    """Draws when each site trained and counted, and its loss, for light and for dark pages;
-    returns the files.
+    """Draws when each site trained and counted, and its loss, for light and dark pages; returns the
+    files.
     """
     seconds = {moment: at[moment] - at["founded"] for moment in ("killed", "started", "back")}
     survivor = next(run.heads[0] for name, run in runs.items() if name != killed)
@@ -117,8 +115,8 @@ def landings(rank: Rank, site: str, zero: float) -> list[float]:
 
 
 def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
-    """Returns the training loss over time, in means of neighbours; nothing is drawn where a site
-    was away.
+    """Returns the training loss over time as means of neighbours, with gaps where a site was
+    absent.
     """
     done = {step.step: step.done for step in rank.steps}
     points = sorted(

@@ -1,12 +1,12 @@
-"""Starts a hub and three sites on this machine, kills one of them with -9, brings it back, and
-shows what happens.
+"""Starts a hub and three sites on this machine, kills one site with -9, restarts it, and shows what
+happens.
 
     python examples/demo_federation.py
 
-Each site is a job of its own: ``pretrain_text.py`` with a file of its own, which says the site's
-name and where the hub is. This script starts them as anybody would, prints the commands, and
-watches: it asks the hub for its status and reads the records of the sites' monitors. Logs, records
-and a picture of what happened are in ``--out``.
+Each site is a separate job: ``pretrain_text.py`` with its own configuration file, which contains
+the site's name and the hub's address. This script starts the jobs in the usual way, prints the
+commands, and watches: it requests the hub's status and reads the records of the sites' monitors. It
+writes logs, records and a picture of the events to ``--out``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from lightning_sdiloco.launch.rendezvous import try_to_connect
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 from lightning_sdiloco.tools.run_files import Rank, read_run
 
-# Relative, so that the commands printed can be typed in the folder where the demo was started.
+# Relative, so that the printed commands also work in the folder from which the demo was started.
 EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
 RUN = "demo"
 SITES = ("site-a", "site-b", "site-c")
 KILLED = "site-c"
 KILL_AT = 0.3
 RETURN_AT = 0.5
-"""When the site is killed and started again, as shares of the time of training."""
+"""The times at which the site is killed and restarted, as shares of the training time."""
 PATIENCE = 120.0
-"""Seconds for anything that has to come true."""
+"""The time limit, in seconds, for each expected event."""
 
 
 def free_port() -> int:
@@ -61,13 +61,13 @@ def free_port() -> int:
 
 
 def made_of(class_path: str, **init_args: Any) -> dict[str, Any]:
-    """Returns how a YAML file says that an object is made."""
+    """Returns the YAML form of an object: its class path and arguments."""
     return {"class_path": class_path, "init_args": init_args}
 
 
 @dataclass
 class Site:
-    """A site: its folder, its process, and what its monitor has written down so far."""
+    """A site: its folder, its process, and its monitor's records so far."""
 
     name: str
     folder: Path
@@ -84,7 +84,9 @@ class Site:
         return self.folder / "last.ckpt"
 
     def configure(self, hub: str, keys: Path) -> None:
-        """Writes the file of the site, which adds its settings to ``configs/federated.yaml``."""
+        """Writes the site's configuration file, which adds its settings to
+        ``configs/federated.yaml``.
+        """
         self.folder.mkdir(parents=True)
         folder = str(self.folder)
         federation = made_of(
@@ -113,7 +115,7 @@ class Site:
         )
         logger = made_of("lightning.pytorch.loggers.CSVLogger", save_dir=folder, name="logs")
         settings = {
-            # The run begins with the parameters of one of them.
+            # The run starts from the parameters of one site.
             "seed_everything": SITES.index(self.name),
             "trainer": {
                 "strategy": strategy,
@@ -125,7 +127,7 @@ class Site:
         (self.folder / "site.yaml").write_text(text, encoding="utf-8")
 
     def command(self) -> list[str]:
-        """Returns the command that starts it, from its checkpoint if it has one."""
+        """Returns the command that starts the site, from its checkpoint if there is one."""
         command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
         configs = EXAMPLES / "configs"
         for path in (configs / "base.yaml", configs / "federated.yaml", self.folder / "site.yaml"):
@@ -141,14 +143,14 @@ class Site:
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=environment)
 
     def kill(self) -> None:
-        """Kills it as a power cut would."""
+        """Kills the site without warning, as a power failure would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def look(self) -> None:
-        with suppress(ValueError):  # there is no inner step yet
+        with suppress(ValueError):  # if there is no inner step yet
             self.seen = read_run(self.records).heads[0]
 
     def progress(self) -> list[str]:
@@ -206,7 +208,7 @@ class Demo:
     # Watching
 
     def play(self) -> dict[str, float]:
-        """Trains, kills a site, brings it back, and ends the run; returns when what happened."""
+        """Trains, kills a site, restarts it, and ends the run; returns the time of each event."""
         with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
             self.until("the hub answers", lambda: is_open(self.hub), live)
             operator = HubOptions(self.hub, str(self.keys / "operator.bundle"))
@@ -246,11 +248,11 @@ class Demo:
         return moments
 
     def rounds(self) -> int:
-        """Returns how many rounds of every fragment are over."""
+        """Returns how many rounds are complete for every fragment."""
         return min((fragment["round"] for fragment in self.status.get("fragments", [])), default=0)
 
     def counts_since(self, moment: float) -> bool:
-        """Tells whether the site that was killed counts in a landing of the others since then."""
+        """Returns whether the killed site has counted in a landing of the others since a time."""
         for site in self.sites.values():
             if site.name != KILLED and site.seen:
                 for landing in site.seen.landings:
@@ -268,14 +270,14 @@ class Demo:
             if time.time() > deadline:
                 raise SystemExit(f"It did not come true within {patience:.0f} s that {claim}.")
             if hub is not None:
-                # On a busy machine it may take the hub too long to answer.
+                # On a busy machine, the hub may take too long to answer.
                 with suppress(ValueError):
                     self.status = status_of(hub)
             live.update(self.table(), refresh=True)
             time.sleep(0.5)
 
     def look_at_processes(self) -> None:
-        """Reads the records of the sites, and ends the demo where a process has failed."""
+        """Reads the records of the sites, and ends the demo if a process has failed."""
         for site in self.sites.values():
             site.look()
             if site.process is not None and site.process.poll():
@@ -284,7 +286,7 @@ class Demo:
             raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
 
     def table(self) -> Table:
-        """Shows the status of the hub, and the last records of the sites' monitors."""
+        """Returns a table of the hub's status and the latest records of the sites' monitors."""
         rounds = [str(fragment["round"]) for fragment in self.status.get("fragments", [])]
         title = f"rounds of the fragments: {', '.join(rounds) or '-'}"
         table = Table(title=title, title_justify="left")
@@ -308,7 +310,7 @@ class Demo:
 
 
 def cells_of(status: dict[str, Any]) -> list[str]:
-    """Returns the cells of a site that the hub knows about."""
+    """Returns the table cells for a site that the hub reports."""
     heartbeat = status["last_heartbeat"]
     behind = status["rounds_behind"]
     return [

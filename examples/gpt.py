@@ -1,6 +1,4 @@
-"""A byte-level GPT, without anything that trains it: the network of the example and of the
-benchmarks.
-"""
+"""A byte-level GPT, the network of the examples and of the benchmarks, without training code."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ BYTE_VALUES = 256
 
 
 class Block(nn.Module):
-    """One layer of the transformer: causal attention, then a two-layer perceptron, each added to
-    what comes in.
+    """One layer of the transformer: causal attention, then a two-layer perceptron, each with a
+    residual connection.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -44,8 +42,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes of shape ``(batch, time)`` to logits of shape ``(batch, time, 256)`` for the byte that
-    follows each.
+    """Maps bytes of shape ``(batch, time)`` to logits of shape ``(batch, time, 256)`` for the next
+    byte at each position.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
@@ -59,8 +57,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, layers: int) -> None:
-        """Draws weights as GPT-2 does: what is added to the residual stream starts smaller the
-        deeper the network.
+        """Draws weights as GPT-2 does: the deeper the network, the smaller the initial additions to
+        the residual stream.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:

@@ -1,9 +1,9 @@
-"""Trains a small mixture of experts in two worker groups, and watches what each landing does to its
-routers.
+"""Trains a small mixture of experts in two worker groups, and shows the effect of each landing on
+its routers.
 
-Between landings the routers of the groups drift apart. For every landing of a router this prints,
-just before it and just after it, how far both are from each other, which share of their choices on
-the same tokens is the same, and how evenly experts are used.
+Between landings, the routers of the groups drift apart. For every landing of a router, this prints,
+just before and just after it, how far apart both routers are, what share of their choices on the
+same tokens is the same, and how evenly experts are used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ BALANCE = 0.01
 
 
 class MoEBlock(Block):
-    """A block in which every token goes through the two experts to which the router gives the most
-    weight.
-    """
+    """A block in which every token goes through the two experts with the highest router weights."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, HEADS)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        # One perceptron for each expert in place of one for all.
+        # One perceptron for each expert instead of a single one.
         del self.mlp_in, self.mlp_out
         self.experts_in = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
         self.experts_out = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH))
@@ -47,13 +45,14 @@ class MoEBlock(Block):
         return x + self.mixture(self.mlp_norm(x).flatten(0, 1)).view_as(x)
 
     def mixture(self, tokens: Tensor) -> Tensor:
-        """Returns what the chosen experts make of each token; choices and load stay to be read."""
+        """Returns the chosen experts' output for each token; choices and load remain readable."""
         probabilities = self.router(tokens).softmax(-1)
         weights, self.chosen = probabilities.topk(TOP_K)
-        # Least where experts are used evenly (Switch Transformer, arXiv 2101.03961).
+        # This is lowest if experts are used evenly (Switch Transformer, arXiv 2101.03961).
         self.load_loss = EXPERTS * (use_of(self.chosen) * probabilities.mean(0)).sum()
         weights = weights / weights.sum(-1, keepdim=True)
-        # So small experts are quicker all together than one after the other on its own tokens.
+        # Experts this small are faster all at once than one after the other, each on its own
+        # tokens.
         gates = torch.zeros_like(probabilities).scatter(-1, self.chosen, weights).unsqueeze(-1)
         inside = nn.functional.gelu(torch.einsum("tw,ehw->teh", tokens, self.experts_in))
         return torch.einsum("teh,ewh->tw", gates * inside, self.experts_out)
@@ -74,13 +73,13 @@ class MoEGPT(ByteGPT):
 
 
 def distance(first: Tensor, second: Tensor) -> float:
-    """Returns how far two routers are apart, over the mean of their norms."""
+    """Returns the distance between two routers, divided by the mean of their norms."""
     return float(2 * (first - second).norm() / (first.norm() + second.norm()))
 
 
 def overlap(first: Tensor, second: Tensor) -> float:
-    """Returns the share of choices of shape ``(tokens, top_k)`` that both made; by chance it is
-    1/4.
+    """Returns the share of common choices, given choices of shape ``(tokens, top_k)``; random
+    choices would give 1/4.
     """
     is_shared = (first.unsqueeze(-1) == second.unsqueeze(-2)).any(-1)
     return float(is_shared.float().mean())
@@ -91,12 +90,12 @@ def use_of(chosen: Tensor) -> Tensor:
 
 
 class RouterWatch(Callback):
-    """Watches the routers at their landings, on tokens that are the same in both groups, of one
-    rank each.
+    """Watches the routers at their landings, on the same tokens in both groups, which have one rank
+    each.
 
-    Groups exchange what they saw when training ends: until then none waits for the other because of
-    it. Then `seen` holds, by inner step and layer, distance, overlap and use just before the
-    landing, and just after it.
+    Groups exchange their observations only when training ends, so that they do not wait for each
+    other before. Then `seen` contains, by inner step and layer, the distance, overlap and use just
+    before the landing and just after it.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -107,7 +106,7 @@ class RouterWatch(Callback):
         self.seen: dict[tuple[int, int], list[tuple[float, float, Tensor]]] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        # The last moment before a landing: the inner step has been made, and is not counted yet.
+        # The last moment before a landing: the inner step has been taken but is not counted yet.
         trainer.optimizers[0].register_step_post_hook(
             lambda *_: self.look(trainer, pl_module, trainer.global_step + 1)
         )
@@ -117,7 +116,7 @@ class RouterWatch(Callback):
 
     @torch.no_grad()
     def look(self, trainer: Any, module: Any, step: int) -> None:
-        """Notes weights and choices of the routers that land after an inner step."""
+        """Records the weights and choices of the routers that land after an inner step."""
         fragments = trainer.strategy.fragments
         landing = trainer.strategy.schedule.landings(step)
         names = {name for fragment in landing for name in fragments[fragment].names}
@@ -145,7 +144,7 @@ def experts_in_use(use: Tensor) -> float:
 
 @rank_zero_only
 def tell(watch: RouterWatch) -> None:
-    """Prints a line for each landing of a router; experts in use are the perplexity of their
+    """Prints a line for each landing of a router. "Experts in use" is the perplexity of their
     use.
     """
     print("inner step, layer    distance          overlap           experts in use  use moved")

@@ -1,8 +1,8 @@
-"""Muon for the matrices of the blocks and AdamW for all else, as one optimizer.
+"""Muon for the matrices of the blocks and AdamW for everything else, as one optimizer.
 
     optimizer = muon_and_adamw(model, lr=3e-3)
 
-A scheduler, a checkpoint or a gradient scaler sees an optimizer like any other: one list of groups,
+Schedulers, checkpoints and gradient scalers see an ordinary optimizer with one list of groups and
 one state.
 """
 
@@ -26,8 +26,8 @@ def require_muon() -> None:
 
 
 def is_matrix_of_a_block(name: str, parameter: Tensor) -> bool:
-    """Tells whether Muon takes a parameter: a matrix in a list called ``blocks``, so no embedding,
-    norm or head.
+    """Returns whether Muon trains a parameter: only matrices in a list called ``blocks``, not
+    embeddings, norms or heads.
     """
     return parameter.dim() == 2 and "blocks" in name.split(".")
 
@@ -39,11 +39,12 @@ def muon_and_adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> MuonAndAdamW:
-    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as in
+    """Makes the optimizer for a model whose layers are in a list called ``blocks``, as in
     `gpt.GPT`.
 
-    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate
-    serves both unless ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
+    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one
+    learning rate suits both, unless ``muon_lr`` sets another. Matrices and embeddings have weight
+    decay; vectors do not.
     """
     require_muon()
     matrices: list[Tensor] = []
@@ -79,7 +80,7 @@ def muon_and_adamw(
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimizers of different parameters, with the groups and the state of both, Muon's
+    """Combines two optimizers of different parameters, with the groups and state of both, Muon's
     first.
     """
 
@@ -90,7 +91,7 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Lets the parts work on the groups and the state of this optimizer, which may be new
+        """Makes both parts use the groups and the state of this optimizer, which may be new
         objects.
         """
         muon, adamw = self.parts
@@ -106,7 +107,7 @@ class MuonAndAdamW(Optimizer):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Called on a copy, and by load_state_dict with new groups and a new state.
+        # Called on copies, and by load_state_dict with new groups and a new state.
         super().__setstate__(state)
         self._share()
 

@@ -1,11 +1,11 @@
-"""Trains a byte-level GPT on the source of Python's standard library; the strategy is a line of the
-configuration.
+"""Trains a byte-level GPT on the source of Python's standard library; the strategy is one line in
+the configuration.
 
     python examples/pretrain_text.py fit --config examples/configs/base.yaml --config
     examples/configs/ddp.yaml
 
-From top to bottom: the training module, what is written down at the end, the command line.
-Nothing here knows which strategy trains it.
+From top to bottom, this file has the training module, the results that are written at the end, and
+the command line. Nothing here depends on the strategy.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class ByteGPT(LightningModule):
         layers: Blocks of the transformer.
         width: Size of the residual stream.
         heads: Attention heads per block; they share ``width``.
-        context: Bytes the model sees at once.
+        context: Bytes that the model sees at once.
         lr: Learning rate after the warm-up.
         warmup_steps: Steps over which the learning rate rises from zero.
-        schedule: After the warm-up, fall along a cosine to a tenth of ``lr``, or stay.
-        weight_decay: Decay of matrices and embeddings; norms have none.
-        optimizer: AdamW for all, or Muon for the matrices of the blocks and AdamW for the rest; see
-            ``muon.py``.
+        schedule: The learning rate after the warm-up: a cosine decay to a tenth of ``lr``, or
+            constant.
+        weight_decay: Weight decay of matrices and embeddings; norms have none.
+        optimizer: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for
+            the rest; see ``muon.py``.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class ByteGPT(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         loss, logits = self.loss(batch)
         self.perplexity.update(logits, batch[1])
-        # Each of the two is a mean over all ranks, so every rank reads the same number.
+        # Both are means over all ranks, so every rank reads the same number.
         self.log("val_loss", loss, prog_bar=True, sync_dist=True)
         self.log("val_perplexity", self.perplexity)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the mean cross-entropy in nats per byte, and the logits it comes from."""
+        """Returns the mean cross-entropy in nats per byte, and the logits."""
         tokens, targets = batch
         logits = self.net(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
@@ -119,7 +120,7 @@ class ByteGPT(LightningModule):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
-        """Returns the share of ``lr`` that holds at a step."""
+        """Returns the share of ``lr`` that is used at a step."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -149,8 +150,8 @@ class ByteGPT(LightningModule):
 
 
 class Clock:
-    """Measures training without the validations in it; `tick` is called at the start of every
-    step, and at the end.
+    """Measures training time without validations. `tick` is called at the start of every step and
+    at the end.
     """
 
     def __init__(self) -> None:
@@ -172,17 +173,15 @@ class Clock:
 
     @property
     def step_seconds(self) -> float:
-        """The median of the steps, so that those in which something starts or waits do not
-        count.
-        """
+        """The median step time, so that steps with startup work or waits do not matter."""
         return median(after - before for before, after in pairwise(self.ticks))
 
 
 def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
     """Returns how many bytes this rank sent to the other ranks during the fit.
 
-    Streaming DiLoCo counts them. DDP does not, so for it this is the arithmetic of a ring
-    all-reduce: each of n ranks sends 2 (n - 1) / n times the gradients in every step.
+    Streaming DiLoCo counts them. DDP does not, so its bytes are computed for a ring all-reduce:
+    each of n ranks sends 2 (n - 1) / n times the gradients in every step.
     """
     report = getattr(trainer.strategy, "report", None)
     if report is not None:
@@ -192,14 +191,14 @@ def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
 
 
 def fingerprint(model: LightningModule) -> str:
-    """Returns a digest of all parameters: the same for the same bits."""
+    """Returns a digest of all parameters, which is equal for equal bits."""
     return hashlib.sha256(
         b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
     ).hexdigest()
 
 
 class StepCount(Callback):
-    """Prints the inner steps on the way, for a program that draws its own progress."""
+    """Prints the inner steps during training, for programs that draw their own progress bar."""
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -210,8 +209,8 @@ class StepCount(Callback):
 
 
 class PretrainCLI(LightningCLI):
-    """The command line: one ``context`` for data and model, and a file of results when asked
-    for.
+    """The command line, with one ``context`` for data and model, and a file of results on
+    request.
     """
 
     @override
@@ -225,9 +224,7 @@ class PretrainCLI(LightningCLI):
         )
 
     def after_fit(self) -> None:
-        """Validates what training left in the module, and writes the numbers down if ``--result``
-        names a file.
-        """
+        """Validates the trained module, and writes the results if ``--result`` names a file."""
         path = self.config.fit.result
         if path is None:
             return
@@ -238,7 +235,7 @@ class PretrainCLI(LightningCLI):
             )
 
     def summary(self, metrics: Any) -> dict[str, Any]:
-        """Returns what was trained, how long it took, and the loss on the way, by step."""
+        """Returns the trained model's description, the duration, and the loss by step."""
         steps = self.trainer.global_step
         data = self.datamodule
         tokens = steps * self.trainer.world_size * data.batch_size * data.context
@@ -259,12 +256,12 @@ class PretrainCLI(LightningCLI):
 
 
 def prepare_process() -> None:
-    """Gives each rank one thread on a machine without GPU, and drops warnings that do not apply to
-    this example.
+    """Gives each rank one thread on machines without a GPU, and suppresses warnings that do not
+    apply to this example.
     """
     if not torch.cuda.is_available():
-        # Ranks share the cores of one machine; threads beyond that wait for each other and take
-        # many times longer.
+        # Ranks share the cores of one machine; more threads would wait for each other and take many
+        # times longer.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -276,8 +273,8 @@ def prepare_process() -> None:
 def main() -> None:
     prepare_process()
     PretrainCLI(ByteGPT, StandardLibraryText, auto_configure_optimizers=False)
-    # Threads of gloo drop the tensors of the last collective a little later, and need the
-    # interpreter for that.
+    # gloo's threads release the tensors of the last collective a little later, for which they need
+    # the interpreter.
     time.sleep(0.2)
 
 

@@ -1,5 +1,5 @@
-"""Text that every machine has: the source code of Python's standard library, cut into windows of
-bytes.
+"""Text that every machine has: the source code of Python's standard library, divided into windows
+of bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def standard_library_sources() -> list[Path]:
 
 
 def build_corpus(target: Path) -> None:
-    """Writes all sources into one file, one zero byte between two of them; it appears whole or not
-    at all.
+    """Writes all sources into one file, separated by zero bytes. The file appears only when it is
+    complete.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -45,10 +45,10 @@ def build_corpus(target: Path) -> None:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows of a text, ``uint8`` of shape ``(length,)``, ``count`` of them or all
-    that fit.
+    """Non-overlapping windows of a text, which is ``uint8`` of shape ``(length,)``: ``count``
+    windows, or all that fit.
 
-    Each gives ``context`` bytes and the bytes that follow them.
+    Each window yields ``context`` bytes and the bytes that follow them.
     """
 
     def __init__(self, text: Tensor, context: int, count: int | None = None) -> None:
@@ -78,13 +78,13 @@ class StandardLibraryText(LightningDataModule):
     """The source of Python's standard library (about 30 MB), the last 5 % of it for validation.
 
     Training windows are shuffled once per epoch by Lightning's ``DistributedSampler``, which gives
-    each rank its own share of them. Validation windows are the same in every run.
+    each rank its own share. Validation windows are the same in every run.
 
     Args:
         context: Bytes in one window, which is also the context of the model.
         batch_size: Windows per rank and step.
         validation_windows: Windows in the validation set, over all ranks.
-        cache_dir: Folder in which the corpus is built on first use.
+        cache_dir: The folder in which the corpus is built on first use.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StandardLibraryText(LightningDataModule):
         self.context = context
         self.batch_size = batch_size
         self.validation_windows = validation_windows
-        # The sources differ between versions of Python, so each version has a corpus of its own.
+        # The sources differ between versions of Python, so each version has its own corpus.
         self.corpus = Path(cache_dir) / f"python-{platform.python_version()}.bin"
 
     @override

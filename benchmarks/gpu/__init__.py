@@ -1,3 +1,1 @@
-"""What a GPU shows in ten minutes: whether all is right on it, what it costs, and what is learned;
-``make gpu``.
-"""
+"""Checks the package on a GPU in ten minutes: correctness, cost, and learning; ``make gpu``."""

@@ -1,20 +1,20 @@
-"""What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing
-else.
+"""Checks the package on a GPU in ten minutes, on a machine with torch and Lightning, and perhaps
+nothing else.
 
     python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers] [--only NAME ...]
                              [--device cuda] [--quick]
 
-- ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled
-  models, resuming, NCCL; five minutes at most.
+- ``tests``: bit-identical results to the CPU, no races, no waits inside a step, memory, precisions,
+  compiled models, resuming, NCCL; at most five minutes.
 - ``numbers``: passes as shares of the copy bandwidth, the direction of matrices, step time and
   memory with 125 million and a billion parameters, groups in one process, two groups on one device,
   and groups on 2, 4 and 8 devices. A machine with fewer devices says what it leaves out.
 
-What worker groups learn there, `benchmarks.curve` measures.
+`benchmarks.curve` measures how well worker groups learn on a GPU.
 
-Each piece of work runs in processes of its own and is written to DIR at once, with all that it
-prints beside it. What is there already is not done again; what failed, or was left out for want of
-time, is. So the same command goes on.
+Each piece of work runs in separate processes, and its results are written to DIR as soon as it
+ends, together with its output. Work that is already there is skipped, unless it failed or was left
+out for lack of time. So the same command continues.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tests.gpu.task import DEVICE, Outcome, Place, Task, do
 
 TESTS_MINUTES = 5.0
 LEAST = 20.0
-"""Seconds that must be left for a piece of work to begin."""
+"""The seconds that must be left to start a piece of work."""
 
 NUMBERS: dict[str, Task] = {
     "passes": Task("share of copy bandwidth of every pass", passes.shares, seconds=120),
@@ -73,7 +73,7 @@ QUICK = {
     "tests": ("codecs", "waits", "bf16-mixed"),
     "numbers": ("passes", "overhead 125M", "two groups"),
 }
-"""A piece of work of each kind, which is enough to show that everything runs."""
+"""One piece of work of each kind, which is enough to show that everything runs."""
 
 KEPT = ("done", "not here")
 
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
 
 
 class Results:
-    """The folder of results: a file for every piece of work, and a summary."""
+    """The folder of results, with a file for every piece of work and a summary."""
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self._folder = folder
@@ -98,12 +98,14 @@ class Results:
         return self._folder / piece.stage / f"{file}.json"
 
     def read(self, piece: Piece) -> dict[str, Any] | None:
-        """Returns what is kept of a piece of work, or None if there is nothing."""
+        """Returns the saved result of a piece of work, or None if there is none."""
         path = self.path(piece)
         return dict(json.loads(path.read_text())) if path.exists() else None
 
     def is_kept(self, piece: Piece) -> bool:
-        """Tells whether a piece of work is over, on the same device, and need not be repeated."""
+        """Returns whether a piece of work is complete on the same device and does not have to be
+        repeated.
+        """
         content = self.read(piece)
         if content is None or content["status"] not in KEPT:
             return False
@@ -119,7 +121,7 @@ class Results:
         report.write(path, headline, self._about, shows=piece.task.about, **ended, found=numbers)
 
     def summarise(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Writes and returns how every piece of work ended, and all numbers."""
+        """Writes and returns the outcome of every piece of work, and all numbers."""
         headline: dict[str, float] = {}
         ended: dict[str, dict[str, str]] = {}
         numbers: dict[str, Any] = {}
@@ -171,7 +173,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 class Clock:
-    """Knows how many seconds are left, for everything and for the tests."""
+    """The remaining seconds, in total and for the tests."""
 
     def __init__(self, minutes: float) -> None:
         self._began = time.monotonic()
@@ -191,7 +193,7 @@ class Clock:
 
 
 def work(wanted: Sequence[Piece], results: Results, place: Place, clock: Clock) -> None:
-    """Does what is wanted and not kept, as far as there is time; says how far it is."""
+    """Does the requested work that is not yet saved, as far as time allows; shows progress."""
     for number, piece in enumerate(wanted, 1):
         name = f"[{number}/{len(wanted)}, {clock}] {piece.stage}: {piece.name}"
         if results.is_kept(piece):
@@ -211,7 +213,7 @@ def work(wanted: Sequence[Piece], results: Results, place: Place, clock: Clock) 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs all that there is time for, and returns 1 if something failed."""
+    """Runs as much as time allows, and returns 1 if something failed."""
     options = parsed(arguments)
     clock = Clock(options.minutes)
     wanted = list(pieces(options))
@@ -231,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tell(summary: dict[str, Any]) -> int:
-    """Prints how the work ended and its numbers; returns 1 if something failed."""
+    """Prints the outcomes and numbers; returns 1 if something failed."""
     ended = summary["ended"]
     rows = [[name, end["status"], end["reason"]] for name, end in ended.items()]
     report.show("What was run", ["", "ended", "because"], rows)

@@ -1,9 +1,10 @@
-"""What the side stream of a GPU does beside training: a profile of two groups on one device, and
+"""Shows the work of a GPU's side stream during training: a profile of two groups on one device, and
 its picture.
 
     python -m benchmarks.gpu.overlap docs/benchmarks/gpu.json docs/images/benchmark-gpu.svg 408 462
 
-The first is the ``summary.json`` of ``make gpu``; the last two say which milliseconds to draw.
+The first argument is the ``summary.json`` of ``make gpu``. The last two are the first and last
+millisecond to draw.
 """
 
 import json
@@ -20,14 +21,14 @@ from lightning_sdiloco import StreamingDiLoCo
 from tests.gpu.task import Found, NotHere, Place
 
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "kernels"}
-"""The kinds of work on a device: the profiler's name, and that in the picture."""
+"""The kinds of work on a device: the profiler's name, and the name in the picture."""
 
 TOGETHER = 0.03
-"""Milliseconds between two spans of a stream that count as one."""
+"""The milliseconds between two spans of a stream up to which they count as one."""
 
 
 class Span(NamedTuple):
-    """Something that a stream does without a pause; times in milliseconds."""
+    """A span in which a stream works without a pause; times are in milliseconds."""
 
     stream: int
     kind: str
@@ -60,7 +61,7 @@ def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 
 def spans_of(events: list[dict[str, Any]]) -> list[Span]:
-    """Returns what streams did, from the first of it on, in order for each stream."""
+    """Returns the work of all streams, in order for each stream; times begin at the first work."""
     on_device = [event for event in events if event.get("cat") in KINDS]
     on_device.sort(key=lambda event: float(event["ts"]))
     first = on_device[0]["ts"]
@@ -87,8 +88,8 @@ def busy_ms(spans: list[Span]) -> dict[int, float]:
 
 
 def shares(spans: list[Span]) -> Found:
-    """Returns the milliseconds that each stream is busy, and for how many of them training, the
-    busiest, is too.
+    """Returns the milliseconds for which each stream is busy, and for which training, the busiest
+    stream, is also busy.
     """
     busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
@@ -103,12 +104,14 @@ def shares(spans: list[Span]) -> Found:
 
 
 def common_ms(first: Span, second: Span) -> float:
-    """Returns for how long both spans last at the same time."""
+    """Returns how long two spans overlap."""
     return max(0.0, min(first.ended, second.ended) - max(first.began, second.began))
 
 
 def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
-    """Draws what streams did from one time to another: training below, and all others above."""
+    """Draws the work of streams in a time span, with training at the bottom and all others
+    above.
+    """
     from benchmarks.picture import QUIET, SERIES, figure, save
 
     busy = busy_ms(spans)

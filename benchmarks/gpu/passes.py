@@ -1,8 +1,8 @@
-"""How fast the passes over a fragment are, as a share of the bandwidth with which the device
-copies.
+"""Measures the speed of the passes over a fragment, as a share of the device's copy bandwidth.
 
-A pass is what a launch, a flight or a landing does to every value. Its share is that of the time
-which the bytes that it cannot do without would take in a plain copy: 1 is as fast as memory allows.
+A pass is an operation of a launch, a flight or a landing on every value. Its share is the time that
+a plain copy of the minimum number of bytes would take, divided by the time of the pass: 1 is as
+fast as memory allows.
 """
 
 import time
@@ -30,12 +30,11 @@ GOAL = 0.7
 GROUPS = 2
 
 TOGETHER = 8
-"""How often a pass is done until the host waits for it: so the device does not wait for the
-host."""
+"""The number of passes before the host waits, so that the device does not wait for the host."""
 
 
 class Net(nn.Module):
-    """A model of one parameter."""
+    """A model with one parameter."""
 
     def __init__(self, numel: int, device: str) -> None:
         super().__init__()
@@ -43,9 +42,7 @@ class Net(nn.Module):
 
 
 def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
-    """Returns how long some work takes, all of its operations on the device included: the
-    median.
-    """
+    """Returns the median duration of some work, including all of its operations on the device."""
     seconds = []
     for repeat in range(repeats + 2):
         place.module.synchronize()
@@ -59,8 +56,8 @@ def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
 
 
 def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Returns the passes by name: the bytes a value that each must read and write, and what does
-    it.
+    """Returns the passes by name: the bytes per value that each must read and write, and its
+    function.
     """
     model = Net(numel, place.device)
     fp4 = FP4()
@@ -81,7 +78,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
         group=Communicator(),
         is_dense=False,
     )
-    # With the momentum of an earlier step, as in every round but the first.
+    # With the momentum of an earlier step, as in every round except the first.
     before = fragment.outer._replace(state=step(before=fragment.outer).state)
     encode_bytes = 4 + coded
     mean_bytes = 4 + GROUPS * coded
@@ -99,7 +96,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
         "norm": (4, partial(norm_squared, gradient)),
         "landing: merge": (12, partial(fragment.layout.land, Mix(0.5), [gradient], 5)),
     }
-    # Without a graph, as the engine does it.
+    # Without a graph, as in the engine.
     return {name: (nbytes, torch.no_grad()(work)) for name, (nbytes, work) in works.items()}
 
 

@@ -1,4 +1,6 @@
-"""What the simulation of worker groups costs on a device, and the direction of their matrices."""
+"""Measures the cost of simulating worker groups on a device, and of the direction of their
+matrices.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from lightning_sdiloco.algorithm.direction import directed_by, direction_for
 from tests.gpu.task import Found, Place
 
 GOAL = 1.15
-"""The step of simulated groups over that of the same models without an engine."""
+"""The step time of simulated groups relative to that of the same models without an engine."""
 
 WIDTHS = {
     "0.5M": Size(4, 96, 3, 128),
@@ -26,14 +28,14 @@ WIDTHS = {
     "1B": Size(20, 2048, 16, 512),
     "6.4B": Size(32, 4096, 32, 512),
 }
-"""Models whose matrices are mapped."""
+"""The models whose matrices are mapped."""
 
 TIMES = 5
 
 
 def simulated(groups: int, place: Place, rank: int, world_size: int) -> Found:
-    """Measures the step of groups that train at once in one process, with and without what joins
-    them.
+    """Measures the step of groups that train at once in one process, with and without the exchange
+    between them.
     """
     curve = Curve(POINTS["tiny" if place.quick else "10M"], "python", place.device)
     training = curve.grouped(groups, seed=0)
@@ -76,7 +78,7 @@ def _seconds(place: Place, work: Any) -> float:
 
 
 def matrices_of_block(size: Size, device: str) -> Mapping[str, Tensor]:
-    """Returns what may be the mean outer gradient of a block, as `direct` maps it."""
+    """Returns a possible mean outer gradient of a block, in the form that `direct` maps."""
     width = size.width
     shapes = {
         "qkv": (3 * width, width),
@@ -89,7 +91,7 @@ def matrices_of_block(size: Size, device: str) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def mapped(place: Place, rank: int, world_size: int) -> Found:
-    """Measures how long the matrices of all blocks of a model take in a round."""
+    """Measures the time for the matrices of all blocks of a model in a round."""
     direction = direction_for("equalised")
     assert direction is not None, "the name is that of a direction"
     rows = dict[str, dict[str, float]]()

@@ -1,5 +1,5 @@
-"""What inner steps cost: step time and memory with the engine over those without it, and two
-groups on one device.
+"""Measures the cost of inner steps: step time and memory with the engine relative to those without
+it, and two groups on one device.
 """
 
 import os
@@ -25,17 +25,17 @@ from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo, StreamingDiLoCoSt
 from tests.gpu.task import Found, NotHere, Place
 
 GOAL = 1.01
-"""The step time over that of a plain step."""
+"""The step time relative to that of a plain step."""
 
 DDP_BYTES = 4
-"""Bytes a parameter that DDP takes for its buckets. They, 1 more, and what is in flight are the
-goal for memory."""
+"""The bytes per parameter of DDP's buckets. The goal for memory is these, plus 1, plus the
+fragments in flight."""
 
 SIZES = {
     "125M": (Size(layers=18, width=768, heads=12, context=512), 16),
     "1B": (Size(layers=20, width=2048, heads=16, context=512), 8),
 }
-"""The models, each with the windows of a step."""
+"""The models, each with its number of windows in a step."""
 
 SYNC_EVERY = 20
 OVERLAP_STEPS = 5
@@ -72,7 +72,7 @@ class Loop:
             self.engine.step()
 
     def seconds(self, steps: int) -> float:
-        """Returns how long a step takes in the mean over some."""
+        """Returns the mean duration of several steps."""
         self.place.module.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
@@ -81,7 +81,7 @@ class Loop:
         return (time.perf_counter() - began) / steps
 
     def peak(self, work: Callable[[], object]) -> int:
-        """Returns the most bytes that the device holds while something is done; 0 on a CPU."""
+        """Returns the peak of allocated bytes on the device during a function; 0 on a CPU."""
         if self.place.device == "cpu":
             work()
             return 0
@@ -94,7 +94,7 @@ class Loop:
 def on_device(
     batches: Iterator[tuple[Tensor, Tensor]], device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same few batches, which lie on a device already."""
+    """The same few batches, which are already on the device."""
     moved = []
     for tokens, targets in islice(batches, 8):
         moved.append((tokens.to(device), targets.to(device)))
@@ -111,8 +111,8 @@ def cut(size: Size) -> list[list[str]]:
 
 
 def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Measures step time and memory of one group with the engine, in turns of a round with and
-    without it.
+    """Measures step time and memory of one group, in alternating rounds with and without the
+    engine.
     """
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     sync_every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
@@ -148,7 +148,7 @@ def _offloads(place: Place) -> tuple[bool, ...]:
 
 
 def _beside(plain: int, numel: int, row: Row) -> Row:
-    """Puts the bytes a parameter beyond those of plain training in place of the peak."""
+    """Replaces the peak by the bytes per parameter beyond those of plain training."""
     row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
     return row
 
@@ -161,7 +161,7 @@ def with_engine(loop: Loop, sync_every: int, turns: int, offload: bool) -> Row:
     loop.engine = engine
     loop.seconds(
         2 * sync_every
-    )  # every launch and landing has been there, and all that is compiled
+    )  # every launch and landing has taken place, and everything is compiled
     peak = loop.peak(lambda: loop.seconds(sync_every))
     in_flight = len(engine.rounds.in_flight)
     before = engine.report()
@@ -182,7 +182,7 @@ def with_engine(loop: Loop, sync_every: int, turns: int, offload: bool) -> Row:
 
 
 def in_turns(loop: Loop, name: str, addition: object, steps: int, turns: int) -> Row:
-    """Measures some steps without and with an attribute of a loop, by turns."""
+    """Measures steps with and without an attribute of a loop, in alternation."""
     ratios = []
     times = []
     for _ in range(turns):
@@ -195,13 +195,11 @@ def in_turns(loop: Loop, name: str, addition: object, steps: int, turns: int) ->
 
 
 def with_ddp(loop: Loop, sync_every: int, turns: int) -> Row:
-    """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around
-    a step.
-    """
+    """Measures DDP with one rank, which sends nothing: its buckets, and its work around a step."""
     backend = "nccl" if loop.place.is_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        # Without gradients that are there already, as in the first step of a fit.
+        # Without existing gradients, as in the first step of a fit.
         loop.optimizer.zero_grad()
         ddp = DistributedDataParallel(loop.model)
         loop.ddp = ddp
@@ -283,7 +281,7 @@ def in_module(pattern: str) -> str:
 
 
 def step_times(size: Size, batch: int, rank: int, steps: int, first: int, **choices: Any) -> float:
-    """Fits, and returns the mean time of a step after the first ones."""
+    """Fits, and returns the mean step time after the first steps."""
     stamps = Stamps()
     module = Timed(size.make(), stamps, partial(torch.optim.AdamW, lr=1e-4))
     fit(module, random_batches(size, batch, seed=rank), steps, **choices)

@@ -1,3 +1,3 @@
-"""What each method does to loss and bytes on a language model. `python -m benchmarks.methods` runs
-it.
+"""Measures the effect of each method on loss and bytes with a language model. Run it with `python
+-m benchmarks.methods`.
 """

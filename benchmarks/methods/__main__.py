@@ -1,15 +1,17 @@
-"""What each method does to loss and bytes, beside the defaults, on a language model.
+"""Measures the effect of each method on loss and bytes with a language model, compared with the
+defaults.
 
     python -m benchmarks.methods [--workers N] [--minutes M] [--rates] [--quick] [--json FILE]
     [--picture FILE]
 
-Four worker groups train one model, simulated in one process with the bits of as many processes; two
-where it is about `Selective`, as launching less often costs four groups more; one for what is for
-one. Data and start depend on the seed alone, so that each method is compared pair by pair. What a
-method does not set is as by default, also the inner learning rate, but for the optimizers that have
-their own, which --rates chooses.
+Four worker groups train one model, simulated in one process, bit-identical to four processes.
+`Selective` uses two groups, because launching less often costs four groups more, and methods for
+one group use one. Data and start depend only on the seed, so each method is compared pair by pair.
+Everything that a method does not set has its default, including the inner learning rate, except for
+optimizers with their own rate, which --rates chooses.
 
-With --json every run is kept at once, and runs that the file has are not made again.
+With --json, every run is saved as soon as it ends, and runs that are already in the file are
+skipped.
 """
 
 import argparse
@@ -43,7 +45,7 @@ def cells(row: Comparison) -> list[str]:
 
 
 def bytes_sent(row: Comparison) -> float:
-    """Returns the bytes that a method sent over those of the other; 0 if nobody sent any."""
+    """Returns the bytes of a method relative to its reference's; 0 if nothing was sent."""
     return mean(
         ours.get("bytes_sent", 0) / max(1, plain.get("bytes_sent", 0))
         for ours, plain in zip(row.ours, row.plain, strict=True)
@@ -51,7 +53,7 @@ def bytes_sent(row: Comparison) -> float:
 
 
 def is_plain(row: Comparison) -> bool:
-    """Tells whether others are compared with a method, and it with none."""
+    """Returns whether a method is only a reference for others."""
     return METHODS[row.ours[0]["method"]].beside is None
 
 
@@ -68,8 +70,8 @@ COLUMNS = [
 
 
 def compared(finished: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
-    """Returns the methods of which something was made beside what they are compared with, those of
-    two groups first.
+    """Returns the methods that have runs together with their references, those of two groups
+    first.
     """
     settings: dict[str, list[tuple[NamedTraining, NamedTraining]]] = {}
     for method in trainings:
@@ -79,7 +81,7 @@ def compared(finished: Runs, trainings: Sequence[NamedTraining]) -> list[Compari
 
 
 def _plain(method: NamedTraining) -> NamedTraining:
-    """Makes the training that a method is compared with."""
+    """Returns the training with which a method is compared."""
     name = METHODS[method.method].beside or method.method
     plain = training(name, method.groups, method.seed)
     return replace(
@@ -91,7 +93,7 @@ def _plain(method: NamedTraining) -> NamedTraining:
 
 
 def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
-    """Draws by how much the loss is higher, with its interval, and the bytes beside it."""
+    """Draws the increase of the loss with its interval, next to the bytes."""
     drawn = [row for row in rows if not is_plain(row)]
     if options.picture is None or not drawn:
         return

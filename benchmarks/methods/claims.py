@@ -1,11 +1,10 @@
-"""What each seed system claims, put to the test where its claim can hold: a number or a picture for
-each.
+"""Tests the claim of each published system where it can hold, with a number or a picture for each.
 
     python -m benchmarks.methods.claims [NAME ...] [--quick] [--json FILE] [--picture FILE]
 
-Some rest on rules and virtual time, some on small trainings, some on links between network
-namespaces (root). With --json every row is kept at once, and rows that the file has are not made
-again.
+Some tests use rules and virtual time, some use small trainings, and some use links between network
+namespaces (root). With --json, every row is saved as soon as it is measured, and rows that are
+already in the file are skipped.
 """
 
 import json
@@ -32,11 +31,11 @@ class Claim:
     """A claim.
 
     Attributes:
-        about: What is asked.
-        measure: Makes the numbers of a row from its case.
+        about: The question.
+        measure: A function that measures the numbers of a row from its case.
         cases: The values of each argument; all combinations are rows.
-        quick: Other values, to show that it runs.
-        beside: The method that the losses of others are compared with, seed by seed.
+        quick: Other values, which only show that it runs.
+        beside: The method with which the losses of others are compared, seed by seed.
     """
 
     about: str
@@ -119,7 +118,7 @@ CLAIMS: Mapping[str, Claim] = {
 
 
 def measured(rows: list[Row], name: str, quick: bool) -> Iterator[Row]:
-    """Yields the rows of a claim that are not there yet."""
+    """Yields the rows of a claim that do not exist yet."""
     claim = CLAIMS[name]
     for case in claim.rows(quick):
         key = json.loads(json.dumps({"claim": name, **case}, default=str))
@@ -128,7 +127,9 @@ def measured(rows: list[Row], name: str, quick: bool) -> Iterator[Row]:
 
 
 def together(rows: Sequence[Row], name: str) -> list[tuple[Row, list[Row]]]:
-    """Returns the rows of a claim that differ in their seed alone, with what they share."""
+    """Returns groups of rows of a claim that differ only in their seed, with their common
+    values.
+    """
     arguments = [key for key in CLAIMS[name].cases if key not in ("seed", "repeat")]
     groups: dict[str, tuple[Row, list[Row]]] = {}
     for row in rows:
@@ -140,8 +141,8 @@ def together(rows: Sequence[Row], name: str) -> list[tuple[Row, list[Row]]]:
 
 
 def summary(rows: Sequence[Row], name: str) -> list[Row]:
-    """Returns the means of the rows that differ in their seed, and how their losses differ from
-    those of the method that they are compared with.
+    """Returns the means of rows that differ in their seed, and the differences of their losses from
+    the reference method's.
     """
     groups = together(rows, name)
     means = []
@@ -159,7 +160,7 @@ def summary(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def _difference(rows: Sequence[Row], plain_rows: Sequence[Row]) -> Row:
-    """Returns by how many percent losses are above those of other rows, seed by seed."""
+    """Returns the differences of losses from those of other rows in percent, seed by seed."""
     pairs = zip(rows, plain_rows, strict=False)
     percent = [100 * (row["loss"] / plain["loss"] - 1) for row, plain in pairs]
     return {
@@ -193,8 +194,8 @@ def _cell(value: Any) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path | None) -> None:
-    """Draws what grows: DropCompute's gain with ranks, goodput with sites, the speed-up of ByLink
-    with the ratio.
+    """Draws DropCompute's gain over ranks, goodput over sites, and the speed-up of ByLink over the
+    ratio.
     """
     if path is None:
         return
@@ -227,7 +228,7 @@ def draw(rows: Sequence[Row], path: Path | None) -> None:
 def _plot(
     axes: Any, rows: Sequence[Row], along: str, number: str, scale: float, **style: Any
 ) -> None:
-    """Draws a number of rows over another one."""
+    """Draws one number of rows over another."""
     numbers = [scale * row[number] for row in rows]
     axes.plot([row[along] for row in rows], numbers, "o-", markersize=4, **style)
     axes.set_xscale("log")

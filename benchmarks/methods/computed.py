@@ -1,6 +1,4 @@
-"""Claims that rules and clocks decide, without a training: what the rules of the package say, in
-virtual time.
-"""
+"""Claims that can be tested without training, with the rules of the package in virtual time."""
 
 from dataclasses import replace
 
@@ -17,9 +15,7 @@ Numbers = dict[str, float]
 
 
 def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
-    """Chooses a budget from 50 inner steps, as ranks do, and counts in numpy what it gains in
-    others.
-    """
+    """Chooses a budget from 50 inner steps, as ranks do, and computes its gain in other steps."""
     case = drop_compute.Case(ranks, micro_batches=12, sigma=sigma)
     seen = drop_compute.times(case, 50, seed)
     budget = best_drop(seen.tolist(), overhead=0.0, most_dropped=0.1).budget
@@ -35,7 +31,9 @@ def dropping(ranks: int, sigma: float, seed: int, steps: int = 500) -> Numbers:
 
 
 def backups(sites: int, quorum: bool, seed: int, rounds: int | None = None) -> Numbers:
-    """Plays sites that stall for 60 s in 2 % of their rounds of 30 s; a quorum is half of them."""
+    """Simulates sites that stall for 60 s in 2 % of their rounds of 30 s, with a quorum of half of
+    them.
+    """
     case = backup_workers.Case(
         sites=sites, rounds=rounds or min(400, 3200 // sites), seed=seed, grace=FOR_EVER
     )
@@ -47,7 +45,7 @@ def backups(sites: int, quorum: bool, seed: int, rounds: int | None = None) -> N
 
 
 def slow_uplink(ratio: float, steps: int = 2000) -> Numbers:
-    """Plays four groups that train 300 million parameters, of which one sends slower than 1
+    """Simulates four groups that train 300 million parameters, one of which sends at less than 1
     Gbit/s.
     """
     lines = [Line(Link(1.0), Link(1.0))] * 3 + [Line(up=Link(1.0 / ratio), down=Link(1.0))]

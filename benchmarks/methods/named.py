@@ -1,4 +1,4 @@
-"""The methods that are compared, by the name that their runs are kept under."""
+"""The methods that are compared, by the names under which their runs are saved."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ OVERLAP_STEPS = 5
 
 @dataclass(frozen=True)
 class MethodTraining(NamedTraining):
-    """A training with a method that arguments of the engine make."""
+    """A training with a method that consists of arguments for the engine."""
 
     @override
     def method_choices(self) -> Mapping[str, Any]:
@@ -45,12 +45,13 @@ class Method:
     """A method.
 
     Attributes:
-        sets: Makes the arguments of the engine.
-        beside: The method that it is compared with, with as many groups; None: it is there to be
-            compared with.
-        groups: With how many worker groups; one trains without the engine if `beside` is None.
-        changes: What is different in its trainings.
-        training: What trains it.
+        sets: A function that returns the arguments for the engine.
+        beside: The method with which it is compared, with the same number of groups. None: it is a
+            reference.
+        groups: The number of worker groups; a single one trains without the engine if `beside` is
+            None.
+        changes: The changes to its trainings.
+        training: The class of its trainings.
     """
 
     sets: Callable[[], dict[str, Any]] = dict
@@ -90,7 +91,7 @@ METHODS: Mapping[str, Method] = {
     "ByLink, one slow uplink": Method(training=SlowUplink),
     "Paced, one at half speed": Method(training=HalfSpeed),
     "TwoShot([0.4, 0.2, 0.2, 0.2])": Method(lambda: {"exchange": TwoShot([0.4, 0.2, 0.2, 0.2])}),
-    # With NoLoCo's own numbers, and as the mean itself.
+    # With NoLoCo's own numbers, and with the plain mean.
     "RandomPairs": Method(
         lambda: {"route": RandomPairs(), **_PAIRS, "outer_lr": 0.7, "outer_momentum": 0.5}
     ),
@@ -122,11 +123,11 @@ TRIED: Mapping[str, Sequence[float]] = {
     AVERAGED: (0.1, 0.3, 1.0, 3.0),
     "FedGLOMO": (0.03, 0.06, 0.1),  # at 0.3 it diverges
 }
-"""Inner learning rates of those that have their own."""
+"""The inner learning rates of methods that have their own."""
 
 
 def training(method: str, groups: int, seed: int) -> NamedTraining:
-    """Makes a training with the rates and the settings of the verdict of `benchmarks.quality`."""
+    """Returns a training with the rates and settings of the verdict of `benchmarks.quality`."""
     entry = METHODS[method]
     rate = entry.changes.get("lr")
     usual, _ = pair(SIZE, groups, seed, None if rate is None else Rates(rate, rate))
@@ -151,7 +152,7 @@ def training(method: str, groups: int, seed: int) -> NamedTraining:
 
 
 def wanted() -> Iterator[NamedTraining]:
-    """Yields all trainings: seed by seed, so that what is made is paired."""
+    """Yields all trainings, seed by seed, so that finished runs are paired."""
     for groups, seed in product((2, 4, 1), HELD_OUT):
         for name, method in METHODS.items():
             if groups in method.groups:
@@ -159,7 +160,9 @@ def wanted() -> Iterator[NamedTraining]:
 
 
 def rates() -> Iterator[NamedTraining]:
-    """Yields each rate of those that have their own, with a quarter of the tokens."""
+    """Yields trainings at each rate of methods that have their own, with a quarter of the
+    tokens.
+    """
     for name, tried in TRIED.items():
         base = training(name, METHODS[name].groups[0], TUNING[0])
         for rate in tried:
@@ -168,8 +171,8 @@ def rates() -> Iterator[NamedTraining]:
 
 
 def quick() -> Iterator[NamedTraining]:
-    """Yields trainings that show that the benchmark runs: all that is trained in another way, and
-    what is beside it.
+    """Yields trainings that show that the benchmark runs: all kinds of training, and their
+    references.
     """
     names: list[str] = []
     for name, method in METHODS.items():

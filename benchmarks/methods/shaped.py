@@ -1,5 +1,5 @@
-"""Claims on links that are really shaped: sites are network namespaces with a rank each, of which
-one is slower.
+"""Claims that are tested on shaped links: sites are network namespaces with one rank each, and one
+site is slower.
 """
 
 import os
@@ -24,7 +24,7 @@ WIDTH = 512
 
 
 def parts(method: str, sites: int, repeat: int, rounds: int = 20) -> Numbers:
-    """Averages in two shots where the last link has half the bandwidth, and holds training up."""
+    """Averages in two shots while the last link has half the bandwidth and slows training down."""
     links = [1.0] * (sites - 1) + [0.5]
     exchange = TwoShot("by_bandwidth", links=links) if method == "by_bandwidth" else "two_shot"
     slow = {"rate": MBIT_S / 2 * 1e6 / 8}
@@ -65,7 +65,7 @@ def _rank(
         if step == warm:
             begun = time.perf_counter()
             sent = engine.report()["bytes_sent"]
-        with torch.no_grad():  # nothing is learned: what is sent must not be nothing
+        with torch.no_grad():  # nothing is learned, but outer gradients must not be zero
             for parameter in model.parameters():
                 parameter.add_(torch.randn(()) * 1e-3)
         time.sleep(STEP_SECONDS)

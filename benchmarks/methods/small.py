@@ -1,5 +1,5 @@
-"""Claims about loss that small models can show: many groups, sampled clients, tables, and time on
-a link.
+"""Claims about loss that can be tested with small models: many groups, sampled clients, tables, and
+time on a link.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ CLASSES = 10
 FEATURES = 32
 
 # -------------------------------------------------------------------------------------------------
-# Classes of points that each group or client sees in shares of its own
+# Classes of points, of which each group or client sees different shares
 # -------------------------------------------------------------------------------------------------
 
 
 class Points:
-    """Points around a centre for each class; who sees which classes follows a Dirichlet
-    distribution.
+    """Points around a centre for each class. A Dirichlet distribution decides which classes each
+    group sees.
     """
 
     def __init__(self, holders: int, seed: int, concentration: float = 0.3) -> None:
@@ -72,8 +72,8 @@ HIDDEN = 64
 
 
 class Net(nn.Module):
-    """A net of 2,762 parameters, not convex. Those of several are parts of the same tensors, to be
-    trained at once.
+    """A non-convex network with 2,762 parameters. Parameters of several networks share tensors, so
+    that they are trained at once.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -114,8 +114,8 @@ ROUTES: dict[str, dict[str, Any]] = {
 def gossip(
     method: str, groups: int, seed: int, sync_every: int = 5, rounds: int = 50, lr: float = 0.1
 ) -> Numbers:
-    """Trains groups that see unlike classes; judges what each holds, and the mean of all, on all
-    classes alike.
+    """Trains groups that see different classes; evaluates each group's model and the mean of all on
+    all classes.
     """
     points = Points(groups, seed)
     x, y = _stacked([points.draw(shares, 2000) for shares in points.shares])
@@ -137,7 +137,7 @@ def _stacked(points: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _train_at_once(parts: Sequence[Tensor], x: Tensor, y: Tensor, lr: float) -> None:
-    """Makes a step of SGD with the nets of all groups, each on its own batch."""
+    """Takes a step of SGD with the networks of all groups, each on its own batch."""
     leaves = [part.detach().requires_grad_() for part in parts]
     logits = forward(x, *leaves).flatten(0, 1)
     loss = F.cross_entropy(logits, y.flatten(), reduction="sum") / y.shape[1]
@@ -147,7 +147,7 @@ def _train_at_once(parts: Sequence[Tensor], x: Tensor, y: Tensor, lr: float) -> 
 
 
 class Client:
-    """Trains a model on the points of a client in one round, as FedAvg does: with SGD."""
+    """Trains a model on a client's points in one round with SGD, as in FedAvg."""
 
     def __init__(self, points: tuple[Tensor, Tensor], model: Net) -> None:
         self.points = points
@@ -165,7 +165,7 @@ class Client:
 
 
 class GlomoClient(Client):
-    """Trains as FedGLOMO does: on the same batches also from the model of the round before."""
+    """Trains as in FedGLOMO: on the same batches also from the model of the previous round."""
 
     def __init__(
         self, points: tuple[Tensor, Tensor], model: Net, previous: Net | None, beta: float
@@ -191,11 +191,11 @@ class GlomoClient(Client):
 def glomo(
     method: str, lr: float, seed: int, clients: int = 50, rounds: int = 40, steps: int = 5
 ) -> Numbers:
-    """Trains on 5 of many clients in each round, who have unlike classes and between 20 and some
-    1000 points.
+    """Trains on 5 of many clients in each round, which have different classes and between 20 and
+    about 1000 points.
 
-    With FedGLOMO the first gradient of a client in a round is that of all its points, as its
-    authors have it.
+    With FedGLOMO, the first gradient of a client in a round is that of all its points, as in the
+    paper.
     """
     points = _points_of_clients(clients, seed)
     random = torch.Generator().manual_seed(seed)
@@ -251,8 +251,8 @@ ROWS = 1 << 14
 
 
 class Tables(nn.Module):
-    """Predicts a byte from the three before it, by tables of two sizes; 0.3 million parameters,
-    most of them rows.
+    """Predicts a byte from the three bytes before it with tables of two sizes; most of the 0.3
+    million parameters are rows.
     """
 
     def __init__(self) -> None:
@@ -285,8 +285,8 @@ def _text() -> Text:
 
 
 def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: int = 150) -> Numbers:
-    """Trains a model of tables with AdaGrad, as recommenders are; most rows have no gradient in a
-    round.
+    """Trains a model of tables with AdaGrad, like recommender systems; most rows have no gradient
+    in a round.
     """
     text = _text().training.text
     random = torch.Generator().manual_seed(seed)
@@ -320,7 +320,7 @@ def tables(method: str, groups: int, seed: int, sync_every: int = 10, rounds: in
 
 
 def _contexts(text: Tensor, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draws places of a text: the three bytes there, and the byte after them."""
+    """Draws positions in a text, each with three bytes and the byte after them."""
     starts = torch.randint(len(text) - 4, (count, 1), generator=random)
     windows = text[starts + torch.arange(4)].long()
     return windows[:, :3], windows[:, 3]
@@ -337,8 +337,8 @@ POINTS = 10
 
 
 def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -> dict[str, Any]:
-    """Trains two groups, and plays when they make each step on a link that carries half of what
-    H=20 sends.
+    """Trains two groups, and simulates the time of each step on a link with half the bandwidth that
+    H=20 needs.
     """
     choices = SCHEDULES[method]
     if choices is not None:

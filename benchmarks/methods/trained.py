@@ -1,4 +1,4 @@
-"""Trainings in which a method changes more than the arguments of the engine: who trains how much,
+"""Trainings in which a method changes more than the engine's arguments: how much each group trains,
 and how.
 """
 
@@ -27,7 +27,7 @@ from local_momentum import LocalMomentum  # isort: skip
 
 @dataclass(frozen=True)
 class HalfSpeed(NamedTraining):
-    """The last group is half as fast, and trains every other inner step, as `Paced` makes it."""
+    """The last group is half as fast and trains in every other inner step, as with `Paced`."""
 
     @override
     def trained(self, group: int, step: int) -> int:
@@ -36,12 +36,12 @@ class HalfSpeed(NamedTraining):
 
 @dataclass(frozen=True)
 class Eager(NamedTraining):
-    """Groups make eager updates, as in `examples/methods/eager_updates.py`."""
+    """Groups take eager updates, as in `examples/methods/eager_updates.py`."""
 
     @property
     @override
     def can_go_on(self) -> bool:
-        return False  # the state of the own outer steps is not kept
+        return False  # the state of a group's own outer steps is not saved
 
     @override
     def method_choices(self) -> Mapping[str, Any]:
@@ -63,18 +63,18 @@ RANKS = 2
 MICRO_BATCHES = 4
 SIGMA = 0.5
 MOST_DROPPED = 0.1
-"""A group of `Dropping`: ranks, micro-batches of a step of each, and by how much their times
-vary."""
+"""A group of `Dropping`: its ranks, their micro-batches per step, and the variation of their
+times."""
 
 
 @dataclass(frozen=True)
 class Dropping(NamedTraining):
-    """Ranks of a group leave out micro-batches for which they are late, as with `DropCompute`."""
+    """Ranks of a group skip micro-batches for which they are late, as with `DropCompute`."""
 
     @override
     def trained(self, group: int, step: int) -> int:
         ends = _times(1, 10**6 * self.seed + 10**5 * group + step).cumsum(-1)[:, 0]
-        # The first and the last of a step are always trained.
+        # The first and the last micro-batch of a step are always trained.
         late = (ends[:, : MICRO_BATCHES - 2] > _budget()).sum()
         return RANKS * MICRO_BATCHES - int(late)
 
@@ -90,8 +90,8 @@ def _budget() -> float:
 
 @dataclass(frozen=True)
 class SlowUplink(NamedTraining):
-    """The last group sends by a link that carries the smallest code of `ByLink` alone, the others
-    by fast ones.
+    """The last group sends over a link that carries only the smallest code of `ByLink`; the others
+    have fast links.
     """
 
     @override
@@ -104,8 +104,8 @@ class SlowUplink(NamedTraining):
     ) -> Simulated:
         groups = super().simulated(models, optimizers)
         for number, engine in enumerate(groups.engines):
-            # An inner step takes a second. In the fifth of a round that a fragment is in flight a
-            # byte a second is nothing, so it is the code with the fewest bytes.
+            # An inner step takes a second. At one byte per second, almost nothing is sent while a
+            # fragment is in flight, so the code with the fewest bytes is chosen.
             engine.rounds.link.fixed = 1e9 if number < self.groups - 1 else 1.0
             engine.rounds.step_clock = StepClock(1.0)
         return groups
@@ -113,7 +113,7 @@ class SlowUplink(NamedTraining):
 
 @dataclass(frozen=True)
 class FedGLOMO(NamedTraining):
-    """Momentum at the server and in the groups with their variance reduced, as in
+    """Momentum with reduced variance at the server and in the groups, as in
     `examples/methods/fedglomo.py`.
     """
 
@@ -122,7 +122,7 @@ class FedGLOMO(NamedTraining):
     @property
     @override
     def can_go_on(self) -> bool:
-        return False  # the models of the round before are not kept
+        return False  # the models of the previous round are not saved
 
     @override
     def method_choices(self) -> Mapping[str, Any]:
@@ -134,8 +134,8 @@ class FedGLOMO(NamedTraining):
 
 
 class _GlomoGroup(Group):
-    """A group that trains from the outer parameters, and on the same batches from those of the
-    round before.
+    """A group that trains from the outer parameters and, on the same batches, from those of the
+    previous round.
     """
 
     _training: FedGLOMO

@@ -1,1 +1,1 @@
-"""Checks that the numbers of the pages are those of the files of results; see `__main__`."""
+"""Checks that the numbers on the pages are those in the files of results; see `__main__`."""

@@ -1,15 +1,15 @@
-"""Checks that pages quote what was measured.
+"""Checks that pages quote measured numbers.
 
     python -m benchmarks.verify [--open]
 
-- Every number of README.md and docs/ that a file of results gives is the one that it gives, as the
-  page rounds it.
-- Every gap in loss has an interval, or words about its seeds.
-- The plan of a benchmark is older than its first result, by git.
+- Every number in README.md and docs/ that has a file of results is equal to the number there,
+  rounded as on the page.
+- Every gap in loss has an interval, or a remark about its seeds.
+- The plan of a benchmark is older than its first result in git.
 
 It prints how many numbers of each page are from a file of results, how many have another source,
-and how many have neither, of which there may be no more than before; --open names these. With
-anything wrong it names page, line, and both numbers, and exits with 1.
+and how many have neither, a count that must not grow; --open lists these. If anything is wrong, it
+prints the page, the line and both numbers, and exits with 1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def checked_pages() -> list[Checked]:
 
 
 def problems(pages: list[Checked]) -> list[str]:
-    """Returns what is wrong, a sentence each."""
+    """Returns the errors, one sentence each."""
     sentences = []
     for page in pages:
         sentences += page.errors
@@ -38,7 +38,7 @@ def problems(pages: list[Checked]) -> list[str]:
 
 
 def plan_problems() -> list[str]:
-    """Returns what is wrong with the plans; prints why nobody can tell."""
+    """Returns the errors of the plans, or prints why they cannot be checked."""
     try:
         return list(plans.wrong(ROOT))
     except plans.Skipped as reason:

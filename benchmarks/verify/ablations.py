@@ -1,5 +1,5 @@
-"""Losses that pages quote, from the runs that vary one thing: the paper's ablations, fine-tuning,
-few rounds, and the defaults.
+"""Losses that pages quote from runs that vary one factor: the paper's ablations, fine-tuning, few
+rounds, and the defaults.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ _CLAIMS: Mapping[str, tuple[str, Sequence[str]]] = {
     "alpha 0.9 is worse than 0": ("alpha", ["0.9/0.0"]),
     "sequential:2 is worse than strided:2": ("cut", ["sequential:2/strided:2"]),
 }
-"""The claims of the table by their labels: the factor, and both values."""
+"""The claims of the table by their labels: the factor and both values."""
 
 
 def _names(claim: paper.Claim) -> str:
@@ -63,9 +63,9 @@ def _names(claim: paper.Claim) -> str:
 
 
 def _cell(factor: str, claim: paper.Claim, model: paper.Model, with_seeds: bool) -> list[float]:
-    """Returns the numbers of a cell: the gap, and behind that of another model its seeds."""
+    """Returns the numbers of a cell: the gap, followed by the seeds if it is another model's."""
     compared = paper.difference(factor, claim, model)
-    # Two seeds are shown where five are not.
+    # Two seeds are shown if there are not five.
     is_shown_before = model.seeds == quality.TUNING and factor in ("H", "groups")
     if compared is None or is_shown_before:
         return []
@@ -153,7 +153,7 @@ _SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 
 
 def _default_run(seed: int, ddp: float | None = None, **changes: Any) -> Run:
-    """Returns a run of two groups with two windows each, of which nobody said how to cut."""
+    """Returns a run of two groups with two windows each and default fragments."""
     choices = {**paper.BASE, **changes}
     del choices["fragments"]
     training = Training(quality.MODELS["0.1M"].size, choices, batch=quality.BATCH, seed=seed)

@@ -15,10 +15,10 @@ class Checked:
 
     Attributes:
         page: The page.
-        errors: Sentences: anchors that are not there, numbers that differ, gaps without seeds.
-        derived: Numbers that the files of results give.
-        sourced: Numbers of which the registry says where they are from.
-        open: Numbers of which nothing is sourced.
+        errors: Sentences about missing anchors, numbers that differ, and gaps without seeds.
+        derived: Numbers that are in the files of results.
+        sourced: Numbers whose source is in the registry.
+        open: Numbers without a source.
     """
 
     page: Page
@@ -31,7 +31,7 @@ class Checked:
         self.errors.append(f"{self.page.name}:{self.page.line(offset)}: {message}")
 
     def where(self, number: Number) -> str:
-        """Returns the line of a number with the words around it."""
+        """Returns the line of a number and the words around it."""
         around = self.page.text[max(0, number.start - 40) : number.end + 30]
         return (
             f"{self.page.name}:{self.page.line(number.start)}: ... {' '.join(around.split())} ..."
@@ -43,7 +43,9 @@ def checked(
     claims: Iterable[tuple[str, Claim]],
     sources: Iterable[Source],
 ) -> list[Checked]:
-    """Checks pages against claims, each with the name of its files of results, and sources."""
+    """Checks pages against claims, each with the names of its files of results, and against
+    sources.
+    """
     claims_of = defaultdict[str, list[tuple[str, Claim]]](list)
     for files, claim in claims:
         claims_of[claim.page].append((files, claim))
@@ -82,7 +84,7 @@ def _checked_page(
 
 
 def _note(checked_page: Checked, files: str, claim: Claim) -> set[int]:
-    """Returns where the numbers of a claim begin, and notes those that differ."""
+    """Returns the offsets of the numbers of a claim, and notes those that differ."""
     starts = set[int]()
     try:
         for judged_number in claim.judge(checked_page.page):

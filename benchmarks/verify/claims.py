@@ -1,6 +1,6 @@
-"""Claims: where a page quotes numbers, and the numbers that the files of results give.
+"""Claims, each of which connects numbers on a page with the numbers in the files of results.
 
-A page rounds as it likes: a number agrees if the expected one is within half of its last digit.
+Pages may round: a number agrees if the expected one is within half of its last digit.
 """
 
 import re
@@ -12,30 +12,31 @@ from benchmarks.verify.pages import NUMBER, Page, Row
 
 
 class AtLeast(NamedTuple):
-    """A bound that a page states: nothing was measured below it."""
+    """A lower bound on a page: nothing was measured below it."""
 
     least: float
 
 
 class AtMost(NamedTuple):
-    """A bound that a page states: nothing was measured above it."""
+    """An upper bound on a page: nothing was measured above it."""
 
     most: float
 
 
 class About(NamedTuple):
-    """A number of which a page gives the first digits; the zeros at its end say nothing."""
+    """A number of which a page gives the first digits; the zeros at its end are not significant."""
 
     value: float
 
 
 Judged = float | AtLeast | AtMost | About
 Expected = Judged | None
-"""What a number is; None: the file of results does not have it, and a `Source` may."""
+"""The expected value of a number. None: it is not in the file of results, but a `Source` may have
+it."""
 
 
 class Found(NamedTuple):
-    """A number that a claim covers, and what is wrong with it, or nothing."""
+    """A number that a claim covers, and its error, if any."""
 
     start: int
     end: int
@@ -52,9 +53,9 @@ class Sentence:
 
     Attributes:
         page: The path of the page.
-        pattern: Words beside the numbers: ``#`` is a number, ``...`` any words of the paragraph.
-            Markup and line breaks do not matter.
-        expected: What the numbers are.
+        pattern: The words around the numbers: ``#`` is a number, ``...`` any words of the
+            paragraph. Markup and line breaks do not matter.
+        expected: The expected numbers.
     """
 
     page: str
@@ -88,11 +89,11 @@ class Table:
     Attributes:
         page: The path of the page.
         header: The cells of its header, from the first.
-        rows: The numbers in a row, behind its label. A row that is not here is not covered.
-        labels: How many cells make up the label, joined by `` | ``; an empty first cell stands for
-            the one above it.
-        columns: How many cells behind the label have the numbers; all by default.
-        occurrence: Which of several tables with this header, from 0.
+        rows: The numbers in a row, by its label. Other rows are not covered.
+        labels: The number of cells that form the label, joined by `` | ``. An empty first cell
+            means the same as the one above it.
+        columns: The number of cells after the label that contain numbers; all by default.
+        occurrence: The index, from 0, among several tables with this header.
     """
 
     page: str
@@ -139,7 +140,7 @@ class Table:
 
 
 def _numbers(cells: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Returns the numbers in cells, each with its offset; of 1/N those are the N."""
+    """Returns the numbers in cells, each with its offset; for 1/N, the number is N."""
     numbers = []
     for start, cell in cells:
         for match in re.finditer(rf"(?<![\w.=]){NUMBER}", cell.replace("1/", "  ")):
@@ -149,14 +150,14 @@ def _numbers(cells: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Source:
-    """Numbers that no file of results has, and where they are from.
+    """Numbers that are in no file of results, and their source.
 
     Attributes:
         page: The path of the page.
         where: A heading, for all numbers of its section that no claim covers; or a pattern as in
             `Sentence`, without ``#``; empty for the whole page.
-        source: Where they are from; None: nobody kept that, and they count as numbers of unknown
-            origin, whatever else is said of the section.
+        source: The source of the numbers. None: it was not recorded, and they count as numbers of
+            unknown origin, regardless of other sources for the section.
     """
 
     page: str

@@ -1,4 +1,4 @@
-"""Gaps in loss, each of which needs an interval, or words about its seeds."""
+"""Gaps in loss, each of which needs an interval or a remark about its seeds."""
 
 import re
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ _EXPLAINED = re.compile(r"\bseeds?\b|arXiv|\bpaper\b")
 
 
 def unmarked(page: Page) -> Iterator[tuple[int, str]]:
-    """Yields the gaps without an interval of which nothing says how many seeds they are from: not
-    their paragraph or list, nor one beside their table; and that are not those of a paper.
+    """Yields gaps that have no interval, are not from a paper, and whose seeds are not mentioned in
+    their paragraph or list, or in one next to their table.
     """
     blocks = list(re.finditer(r"(?:(?!\n\n).)+", page.text, re.S))
     for index, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Numbers of federations that pages quote: hubs, payloads, faults and the guard."""
+"""Numbers about federations that pages quote: hubs, payloads, faults and the guard."""
 
 from collections.abc import Iterator
 from statistics import median

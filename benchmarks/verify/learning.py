@@ -1,7 +1,7 @@
-"""Losses that pages quote, from the runs of the benchmarks that train.
+"""Losses that pages quote from the benchmarks that train.
 
-One function for each file of results. A gap is a mean over seeds with half the width of its 95 %
-interval, as `Comparison` has it.
+There is one function for each file of results. A gap is a mean over seeds with half the width of
+its 95 % interval, as in `Comparison`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What pages quote of other methods: their losses, bytes and promises."""
+"""Numbers about other methods that pages quote: their losses, bytes and promises."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -92,7 +92,7 @@ def of_gossip() -> Iterator[Claim]:
 
 
 def _differences(claim: str, method: str) -> list[float]:
-    """Returns how far the losses of a method are from those beside it, with their intervals."""
+    """Returns the differences of a method's losses from its reference's, with their intervals."""
     numbers = []
     for row in _summary(claim):
         if row.get("method") == method:

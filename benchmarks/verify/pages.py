@@ -1,7 +1,7 @@
-"""Pages as readers see them, and the numbers on them that look measured.
+"""Pages as readers see them, and the numbers on them that look like measurements.
 
-Markup is removed so that patterns hold on to words: bold, the targets of links, and the marks of
-code. Blocks of code are blank. Lines stay lines, so that an offset tells the line.
+Markup is removed so that patterns only have to match words: bold, the targets of links, and the
+marks of code. Code blocks are blanked. Line breaks are kept, so that an offset identifies a line.
 """
 
 import re
@@ -19,7 +19,7 @@ _UNIT = r"times|s|ms|ns|seconds|hours|MB|GB|TB|kB|MiB|KiB|bytes|nats"
 
 _BESIDE = re.compile(rf"\s(?:%|±|(?:{_UNIT})\b)")
 _NUMBERS = re.compile(rf"[-+\d.,/ ±%]*(?:{_UNIT})?\s*")
-"""What stands beside a measured number; and a cell of numbers alone."""
+"""Patterns of text next to a measured number, and of a cell that contains only numbers."""
 
 _IS_SETTING = re.compile(r"(?:Python|torch|Lightning|CUDA|NCCL|arXiv|Linux|SLURM)\s*$")
 

@@ -1,4 +1,6 @@
-"""Whether a plan was committed before the first result that it is about, and not changed since."""
+"""Checks that a plan was committed before the first result that it covers, and not changed
+since.
+"""
 
 import re
 import subprocess

@@ -1,8 +1,9 @@
-"""All claims of the pages, the sources of numbers that no file of results has, and how many numbers
-may have neither.
+"""All claims of the pages, the sources of numbers that are in no file of results, and how many
+numbers may have neither.
 
-A new number gets a claim beside those of its file of results: a function ``of_...`` of a module in
-`MODULES`, whose first line ends with the file. Or it gets a line in ``sources.yaml``.
+A new number gets a claim next to those of its file of results, in a function ``of_...`` of a module
+in `MODULES`, whose first line ends with the file. Alternatively, it gets a line in
+``sources.yaml``.
 """
 
 from collections.abc import Callable, Iterator, Mapping

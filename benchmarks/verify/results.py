@@ -1,4 +1,4 @@
-"""The files of results that are in the tree, and the pages that quote them."""
+"""The files of results in the repository, and the pages that quote them."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Times, bytes, memory and faults that pages quote. One function for each file of results."""
+"""Times, bytes, memory and faults that pages quote, with one function for each file of results."""
 
 from collections.abc import Iterator
 from itertools import chain

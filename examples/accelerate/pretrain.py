@@ -1,5 +1,5 @@
-"""Pretrains a byte-level GPT with accelerate on several worker groups, of one rank or of several;
-``--resume`` goes on.
+"""Pretrains a byte-level GPT with accelerate on several worker groups of one or more ranks;
+``--resume`` continues a run.
 
 torchrun --nproc-per-node 4 examples/accelerate/pretrain.py --groups 2
 """
@@ -32,12 +32,12 @@ by_seed = DataLoaderConfiguration(
     use_seedable_sampler=True
 )  # a resumed run sees the same order of the data
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=by_seed)
-groups = WorkerGroups(args.groups)  # before the model, for the process group to wrap it with
+groups = WorkerGroups(args.groups)  # before the model, which is wrapped with its process group
 data = StandardLibraryText()
 with accelerator.main_process_first():
     data.prepare_data()
 data.setup("fit")
-# For evaluation, so that accelerate does not wrap it over the ranks of all groups.
+# It is prepared for evaluation, so that accelerate does not wrap it over the ranks of all groups.
 model: Any = accelerator.prepare_model(
     GPT(layers=4, width=128, heads=4, context=data.context), evaluation_mode=True
 )
@@ -50,8 +50,8 @@ engine = StreamingDiLoCo(
     model, sync_every=20, overlap_steps=4, worker_groups=groups, inner_optimizers=[optimizer]
 )
 file = f"{args.folder}/engine.ckpt"
-# accelerate asks every rank for the state but writes that of rank 0 alone, so each rank keeps a
-# file of its own.
+# accelerate asks every rank for its state but writes only rank 0's, so each rank saves its own
+# file.
 accelerator.register_for_checkpointing(
     SimpleNamespace(
         state_dict=lambda: {"saved": engine.save(file)}, load_state_dict=lambda _: engine.load(file)
@@ -65,10 +65,10 @@ for tokens, targets in islice(loader, 2 * engine.inner_steps, 2 * args.steps):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    if accelerator.sync_gradients:  # the optimizer has stepped: an inner step
+    if accelerator.sync_gradients:  # the optimizer has stepped, which is an inner step
         engine.step()
 accelerator.save_state(args.folder)
-engine.finish()  # the model holds the outer parameters now
+engine.finish()  # the model now contains the outer parameters
 accelerator.print(
     f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']} bytes"
     " sent"

@@ -1,5 +1,5 @@
-"""Streaming DiLoCo in the Trainer of transformers: a callback, and one line that its hooks have no
-place for.
+"""Streaming DiLoCo in the Trainer of transformers: a callback, and one line for which the Trainer
+has no hook.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,29 @@ from lightning_sdiloco import StreamingDiLoCo
 
 
 class StreamingDiLoCoCallback(TrainerCallback):
-    """Makes an inner step of every step of a Trainer, one worker group per process.
+    """Makes every step of a Trainer an inner step, with one worker group per process.
 
     Args:
-        trainer: The trainer, which must not have begun.
-        resume_from: The checkpoint folder that ``trainer.train(resume_from_checkpoint=...)`` is
-            given.
+        trainer: The trainer, which must not have started training.
+        resume_from: The checkpoint folder that is passed to
+            ``trainer.train(resume_from_checkpoint=...)``.
         **settings: Arguments of `StreamingDiLoCo`.
     """
 
     def __init__(self, trainer: Trainer, resume_from: str | None = None, **settings: Any) -> None:
         self.resume_from = resume_from
         self.settings = settings
-        # The outer model, or the mean of the groups, while one is shown.
+        # The context that shows the outer model, or the mean of the groups; None while neither is
+        # shown.
         self.shown = ExitStack()
-        # Before any hook the Trainer wraps the model over all ranks, except for evaluation.
+        # Before any hook runs, the Trainer wraps the model over all ranks, except for evaluation.
         prepare = trainer.accelerator.prepare_model
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
-        # It would ask all ranks in every step, and worker groups would wait for each other.
+        # Otherwise, it would communicate with all ranks in every step, and worker groups would wait
+        # for each other.
         trainer.args.average_tokens_across_devices = False
-        # Losses gather in every step, too, such as those of TRL: within one, a group of one process
-        # has only its own.
+        # Some losses, such as those of TRL, also gather in every step. Within a group of one
+        # process, they get only its own values.
         self.in_step = False
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
             over_all = getattr(trainer.accelerator, name)
@@ -71,8 +73,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
-            # Evaluation and checkpoints see the model that all groups agree on, or until there is
-            # one their mean.
+            # Evaluation and checkpoints use the model that all groups agree on, or the mean of the
+            # groups until there is one.
             mean = None if self.engine.has_landed else self.engine.group_mean()
             self.shown.enter_context(self.engine.evaluate(mean))
 
@@ -80,7 +82,7 @@ class StreamingDiLoCoCallback(TrainerCallback):
         self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The best checkpoint has been loaded already, if it was asked for: the end of training must
+        # If the best checkpoint was requested, it is already loaded, and the end of training must
         # not replace it.
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         best = (

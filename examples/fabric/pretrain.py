@@ -1,5 +1,5 @@
-"""Pretrains a byte-level GPT with Fabric on several worker groups; ``--resume`` goes on bit for
-bit.
+"""Pretrains a byte-level GPT with Fabric on several worker groups; a run continued with
+``--resume`` is bit-identical.
 
 python examples/fabric/pretrain.py --devices 2
 torchrun --nproc-per-node 4 examples/fabric/pretrain.py --devices 4 --groups 2
@@ -65,7 +65,7 @@ def main() -> None:
     optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if args.resume:
-        fabric.load(args.checkpoint, state)  # each rank reads its own file too
+        fabric.load(args.checkpoint, state)  # each rank also reads its own file
 
     batches = islice(chain.from_iterable(repeat(loaders[0])), state["step"] * args.accumulate, None)
     while state["step"] < args.steps:
@@ -74,14 +74,14 @@ def main() -> None:
             with fabric.no_backward_sync(model, enabled=part < args.accumulate - 1):
                 fabric.backward(loss_of(model, *next(batches)) / args.accumulate)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()  # an inner step: launches and lands what is due
+        optimizer.step()  # an inner step, which launches and lands fragments that are due
         optimizer.zero_grad()
         if state["step"] % args.save_every == 0:
             fabric.print(
                 f"step {state['step']}: validation loss {validate(fabric, model, loaders[1]):.4f}"
             )
             fabric.save(args.checkpoint, state)
-    strategy.finish()  # the model holds the outer parameters now
+    strategy.finish()  # the model now contains the outer parameters
     loss = validate(fabric, model, loaders[1])
     sent = strategy.report()["bytes_sent"]
     fabric.print(f"finished: validation loss {loss:.4f}, {sent / 1e6:.2f} MB sent by each rank")

@@ -1,8 +1,8 @@
-"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand: as one world, as
-hosts of a federation (--run), or as one site of several with a hub (--run and --hub).
+"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand: as worker groups,
+as hosts of a federation (--run), or as one of several sites with a hub (--run and --hub).
 
-The checkpoints must lie in a folder that all machines see, because each rank reads and writes a
-file of its own there.
+The checkpoints must be in a folder that all machines share, because each rank reads and writes its
+own file there.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 
 
 class Batches:
-    """The batches of one rank. Lightning saves its state with a checkpoint, so that a resumed run
-    goes on exactly.
+    """The batches of one rank. Lightning saves the loader's state in checkpoints, so that a resumed
+    run continues exactly.
     """
 
     def __init__(self, rank: int, length: int) -> None:
@@ -101,7 +101,7 @@ def main(callbacks: list[Any] | None = None) -> L.Trainer:
     torch.manual_seed(0)
     steps = 10 * options.steps if options.run else options.steps
     if options.run:
-        # The run ends for all sites in the same round; until then a faster one makes more steps.
+        # The run ends for all sites in the same round; until then, a faster site takes more steps.
         federation = Federation(
             options.run,
             hub=options.hub,

@@ -1,8 +1,8 @@
-"""Neighbours on a ring, with the continuous momentum of A2CiD2 and without it.
+"""Exchanges between neighbours on a ring, with and without the continuous momentum of A2CiD2.
 
     python examples/methods/a2cid2.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(route=Ring(), compression="int8")`.
+With a Trainer, use `StreamingDiLoCoStrategy(route=Ring(), compression="int8")`.
 """
 
 from side_by_side import compare

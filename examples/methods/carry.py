@@ -1,8 +1,8 @@
-"""Three ways to land: mixing, keeping all that was trained in flight, and a rule of your own.
+"""Three ways to land: mixing, keeping all training since the launch, and a rule of your own.
 
     python examples/methods/carry.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(mixing=Carry())`.
+With a Trainer, use `StreamingDiLoCoStrategy(mixing=Carry())`.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ class CarryHalf(LandingRule):
     kept: float = 0.0
 
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        """Returns the local values at the launch, and the new outer ones."""
+        """Returns the local values at the launch and the new outer values."""
         return before - gradient, after
 
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
-        """Goes from the outer values half as far as the group went in flight."""
+        """Moves from the outer values by half of the group's progress during the flight."""
         sent, after = gathered
         local.copy_(after + 0.5 * (local - sent))
 

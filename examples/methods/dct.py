@@ -1,10 +1,10 @@
-"""Dynamic communication thresholding (DCT, arXiv 2010.08899): a threshold is kept for some
+"""Dynamic communication thresholding (DCT, arXiv 2010.08899): a threshold is reused for several
 launches.
 
     python examples/methods/dct.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression="threshold+memory")`. What stays below the
-threshold waits in the memory, so that payloads are shorter while the groups move little.
+With a Trainer, use `StreamingDiLoCoStrategy(compression="threshold+memory")`. Values below the
+threshold are kept in the memory, so payloads are shorter while the groups change little.
 """
 
 from side_by_side import compare

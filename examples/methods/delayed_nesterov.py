@@ -1,8 +1,8 @@
-"""Delayed Nesterov (arXiv 2401.09135): the outer momentum moves once in several outer steps.
+"""Delayed Nesterov (arXiv 2401.09135): the outer momentum is applied once every few outer steps.
 
     python examples/methods/delayed_nesterov.py
 
-With a Trainer: `StreamingDiLoCoStrategy(outer_optimizer=partial(DelayedNesterov, lr=0.7,
+With a Trainer, use `StreamingDiLoCoStrategy(outer_optimizer=partial(DelayedNesterov, lr=0.7,
 momentum=0.9, every=4))`.
 """
 
@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 
 class DelayedNesterov(Optimizer):
-    """Every step moves by `lr / every` times its own gradient, and the momentum takes in `every`
-    gradients at once.
+    """In every step, parameters move by `lr / every` times the gradient. The momentum is updated
+    with `every` gradients at once.
 
-    The momentum's own move is made in every `every`-th step, but for a share `spread` (c in the
-    paper, at most `1 / every`) in each of the steps before. With `every=1` this is torch's Nesterov
-    SGD. It works elementwise, as an outer optimizer must.
+    The momentum moves the parameters in every `every`-th step, except for a share `spread` (c in
+    the paper, at most `1 / every`) in each of the other steps. With `every=1`, this is torch's
+    Nesterov SGD. It works elementwise, as an outer optimizer must.
     """
 
     def __init__(

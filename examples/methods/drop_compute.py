@@ -1,9 +1,9 @@
-"""DropCompute (arXiv 2306.10598): a rank that is late in an inner step leaves out the rest of its
+"""DropCompute (arXiv 2306.10598): a rank that is late in an inner step skips the rest of its
 micro-batches.
 
     python examples/methods/drop_compute.py
 
-With a Trainer it is `trainer.fit(model, DropCompute(8)(loader))` and `accumulate_grad_batches=8`.
+With a Trainer, use `trainer.fit(model, DropCompute(8)(loader))` and `accumulate_grad_batches=8`.
 """
 
 import random
@@ -25,7 +25,7 @@ def train(budget: float, steps: int = 40) -> None:
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = StreamingDiLoCo(model, sync_every=10, overlap_steps=2, fragments=[["*"]])
-    # Where a group has several ranks, budget="auto" and `.follow(engine)` let them choose it.
+    # If a group has several ranks, budget="auto" and `.follow(engine)` let them choose it.
     loader = DropCompute(MICRO_BATCHES, budget)(
         [torch.randn(8, 16) for _ in range(steps * MICRO_BATCHES)]
     )
@@ -33,7 +33,7 @@ def train(budget: float, steps: int = 40) -> None:
     for x in loader:
         if x is not None:
             time.sleep(random.lognormvariate(-6.5, 0.6))
-            # With DistributedDataParallel: inside model.no_sync(), but for loader.is_last.
+            # With DistributedDataParallel, do this inside model.no_sync(), unless loader.is_last.
             (nn.functional.mse_loss(model(x), truth(x).detach()) / MICRO_BATCHES).backward()
         if loader.is_last:
             optimizer.step()

@@ -1,9 +1,9 @@
-"""Unequal speeds (DyLU, arXiv 2401.09135): a group at half speed trains half of the inner steps.
+"""Unequal speeds (DyLU, arXiv 2401.09135): a group at half speed trains in half of the inner steps.
 
     python examples/methods/dylu.py
 
-With a Trainer it is `trainer.fit(model, Paced(loader))` in every group: the groups tell each other
-how fast they are.
+With a Trainer, use `trainer.fit(model, Paced(loader))` in every group. The groups share their
+speeds.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups, Model
 
-ALIKE = 0.05  # who is less than this behind the fastest is as fast: shares are measured
+ALIKE = 0.05  # smaller differences from the fastest group are ignored, because speeds are measured
 END = object()
 
 
 class Paced:
-    """Yields a batch in inner steps that the group has time for, and None in the others.
+    """Yields a batch in inner steps for which the group has time, and None in the others.
 
-    In `t` inner steps `floor(speed * t)` are trained; 1 is the speed of the fastest. With "auto" it
-    is found from the seconds of an inner step that all groups tell each other with their launches,
-    and 1 before the first landing. A Trainer calls `follow` and makes None an idle step; in a loop
-    of your own call it before training, and `engine.step(idle=True)` where the batch is None.
+    Of `t` inner steps, `floor(speed * t)` are trained; 1 is the speed of the fastest group. With
+    "auto", the speed is computed from the step times that groups send with their launches, and is 1
+    before the first landing. A Trainer calls `follow` and treats None as an idle step. In your own
+    loop, call `follow` before training, and `engine.step(idle=True)` if the batch is None.
     `micro_batches` is accumulate_grad_batches.
     """
 
@@ -42,12 +42,12 @@ class Paced:
         self.micro_batches = micro_batches
         self.speed = 1.0 if speed == "auto" else float(speed)
         self.engine: StreamingDiLoCo | None = None
-        self.landing: Any = None  # the last one whose step times are known
-        self.yielded = 0  # batches of this epoch, None included
-        self.trains = False  # in this inner step
-        self.credit = 0.0  # inner steps that the group has time for
+        self.landing: Any = None  # the last landing whose step times are known
+        self.yielded = 0  # batches of this epoch, including None
+        self.trains = False  # whether the group trains in this inner step
+        self.credit = 0.0  # inner steps for which the group has time
         self.resumed = False
-        self.sampler = getattr(loader, "sampler", None)  # a Trainer tells it the epoch
+        self.sampler = getattr(loader, "sampler", None)  # a Trainer sets its epoch
         self.batch_sampler = getattr(loader, "batch_sampler", None)
 
     def follow(self, engine: StreamingDiLoCo) -> Paced:
@@ -76,7 +76,7 @@ class Paced:
             yield batch
 
     def has_time(self) -> bool:
-        """Tells whether the group trains in the inner step that begins."""
+        """Returns whether the group trains in the inner step that begins."""
         if self.engine is not None and self.measures:
             self.measure(self.engine)
         self.credit += self.speed
@@ -85,7 +85,9 @@ class Paced:
         return trains
 
     def measure(self, engine: StreamingDiLoCo) -> None:
-        """Finds the speed from what travelled alone, so that all ranks of a group find the same."""
+        """Computes the speed only from exchanged values, so that all ranks of a group get the same
+        result.
+        """
         landing = engine.history.last_landing
         if landing is None or landing is self.landing:
             return
@@ -138,7 +140,9 @@ def train() -> None:
 
 
 def seconds(speeds: Sequence[float]) -> float:
-    """How long the run takes, at a second per inner step of a fast group; idle steps take none."""
+    """Returns the duration of the run if an inner step of a fast group takes a second and an idle
+    step no time.
+    """
     loaders = [Paced([0] * STEPS, speed) for speed in speeds]
     idle = [[step for step, x in enumerate(loader, 1) if x is None] for loader in loaders]
     settings = Settings(sync_every=10, overlap_steps=2)

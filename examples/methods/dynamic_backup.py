@@ -1,12 +1,12 @@
-"""Dynamic backup workers (arXiv 2102.06280): a federation closes its rounds without a site that
-stalls.
+"""Dynamic backup workers (arXiv 2102.06280): a federation closes its rounds without waiting for a
+site that stalls.
 
     python examples/methods/dynamic_backup.py
 
-Four sites train in virtual time, with a second for each inner step, and one of them stalls for a
-minute. Its heartbeats come meanwhile, as its lease says; so a hub that waits for all waits for it,
-and the others wait for the hub. What is trained is Lightning's BoringModel, whose loss means
-nothing.
+Four sites train in virtual time, at one second per inner step, and one of them stalls for a minute.
+Its heartbeats continue, so it keeps its lease. A hub that waits for all sites therefore waits for
+it, and the others wait for the hub. The sites train Lightning's BoringModel, whose loss is
+meaningless.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ BACKUP = {"class_path": "lightning_sdiloco.DynamicBackup", "init_args": {"least"
 
 
 def configuration(terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a site, as `train.yaml` would have it."""
+    """Returns the configuration of a site, as in its `train.yaml`."""
     site = {
         "hub": "a.example:29400",
         "run": "example",

@@ -1,11 +1,11 @@
-"""Eager updates (arXiv 2502.12996): go on with the own part of a mean that takes the whole round to
-come.
+"""Eager updates (arXiv 2502.12996): continue with the group's own part of a mean that takes a whole
+round to arrive.
 
     python examples/methods/eager_updates.py
 
-In a loop of your own, around every `engine.step()`: `eager.before_step()` and `eager.after_step()`,
-and at the end `eager.finish()` in place of `engine.finish()`. The engine has `mixing=Stay()` and an
-outer SGD: its step is linear, so that a group has a part of it.
+In your own loop, call `eager.before_step()` and `eager.after_step()` around every `engine.step()`,
+and `eager.finish()` instead of `engine.finish()` at the end. The engine needs `mixing=Stay()` and
+an outer SGD, whose step is linear, so that each group has its own part of it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from lightning_sdiloco.engine.turns import Turns, in_turns, takes_turns, turns_o
 
 @dataclass(frozen=True)
 class Stay(LandingRule):
-    """Leaves local values as they are at a landing: the next launch takes the outer parameters
-    in.
-    """
+    """Leaves local values unchanged at a landing; the next launch takes in the outer parameters."""
 
-    kept: float = 0.0  # of what the compression did not send, and of buffers
+    kept: float = 0.0  # the share of compression errors and of buffers that is kept
 
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         return ()
@@ -37,24 +35,27 @@ class Stay(LandingRule):
 
 
 class EagerUpdates:
-    """Makes the own outer steps of a group: `v = mu v + d / M`, and `local = outer - lr (d / M + mu
-    v)`, d = delta.
+    """Takes a group's own outer steps: `v = mu v + d / M`, and `local = outer - lr (d / M + mu v)`,
+    d = delta.
 
-    The outer parameters make their steps with the mean of all groups, as ever, and are bitwise
-    equal in all of them.
+    The outer parameters take their steps with the mean of all groups, as always, and are
+    bit-identical in all groups.
     """
 
     def __init__(self, engine: StreamingDiLoCo, model: nn.Module) -> None:
         self.engine = engine
         self.parameters = {name: p.data for name, p in model.named_parameters()}
         self.lr, self.momentum = (engine.report()[name] for name in ("outer_lr", "outer_momentum"))
-        # By parameter: from where the inner steps began, and the momentum of the own parts.
+        # By parameter: the values from which the inner steps began, and the momentum of the group's
+        # own parts.
         self.began: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
 
     def before_step(self) -> None:
-        """Lets the engine measure what is launched next from where the inner steps began."""
+        """Makes the engine measure the next launches from the values at which the inner steps
+        began.
+        """
         due = [
             name
             for fragment in self.engine.rounds.timetable.due(self.engine.inner_steps + 1)
@@ -68,9 +69,10 @@ class EagerUpdates:
             self.parameters[name].copy_(self.outer[name] - gradient)
 
     def after_step(self) -> None:
-        """Restarts from the outer parameters plus its own part of the step to come."""
+        """Restarts from the outer parameters plus the group's own part of the pending step."""
         for name, gradient in self.gradients.items():
-            # What is not finite is no step: the group goes on from the outer parameters.
+            # Values that are not finite are not a step: the group continues from the outer
+            # parameters.
             part = (
                 gradient / self.engine.topology.num_groups
                 if gradient.isfinite().all()
@@ -81,8 +83,8 @@ class EagerUpdates:
             self.parameters[name].copy_(self.began[name])
 
     def rejoin(self) -> None:
-        """Moves the parameters to where inner steps from the outer parameters of now had led, once
-        all has landed.
+        """Moves the parameters to where the inner steps would have led from the current outer
+        parameters, once all has landed.
         """
         outer = self.engine.outer_state_dict()
         for name, began in self.began.items():
@@ -93,7 +95,7 @@ class EagerUpdates:
     def finish(self) -> Turns[None]:
         """Ends training, in place of `engine.finish`."""
         ending = turns_of(self.engine.finish)
-        next(ending)  # All that was in flight has landed.
+        next(ending)  # All fragments in flight have landed.
         self.rejoin()
         yield
         yield from ending

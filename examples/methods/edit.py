@@ -3,8 +3,8 @@ of `Weighing`.
 
     python examples/methods/edit.py
 
-With a Trainer: `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`, with this file beside
-your script.
+With a Trainer, use `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`, with this file next
+to your script.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from lightning_sdiloco import Control, Count, Weighing
 
 
 def candidates(controls: Sequence[Control]) -> list[int]:
-    """The groups that may count: they trained, and their outer gradient is finite."""
+    """Returns the groups that may count: those that trained and whose outer gradient is finite."""
     return [
         group for group, control in enumerate(controls) if control.finite and control.weight > 0
     ]
 
 
 def by_training(controls: Sequence[Control], groups: Sequence[int]) -> dict[int, float]:
-    """The factors of groups that count by what they trained; their mean is 1."""
+    """Returns factors in proportion to the training of each group, with a mean of 1."""
     total = sum(controls[group].weight for group in groups)
     return {group: len(groups) * controls[group].weight / total for group in groups}
 
 
 @dataclass(frozen=True)
 class ByNorm(Weighing):
-    """EDiT: a group counts by `exp(-norm / temperature)` times what it trained; its norm is that
-    of one fragment.
+    """EDiT: a group is weighted by its training times `exp(-norm / temperature)`, where the norm is
+    that of one fragment.
     """
 
     temperature: float = 1.0
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
         weights = by_training(controls, candidates(controls))
-        # Measured from the shortest, so that one of them is never 0.
+        # Measured relative to the shortest, so that at least one factor is not 0.
         shortest = min((controls[group].norm for group in weights), default=inf)
         if shortest == inf:
             return Count(weights)
@@ -57,8 +57,8 @@ class ByNorm(Weighing):
 
 @dataclass(frozen=True)
 class ByMedian(Weighing):
-    """SparseLoCo: scales outer gradients down that are longer than the median of all groups, to
-    that length.
+    """SparseLoCo: scales outer gradients that are longer than the median of all groups down to that
+    length.
     """
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
@@ -73,12 +73,12 @@ class ByMedian(Weighing):
 
 @dataclass(frozen=True)
 class ZScore(Weighing):
-    """EDiT: leaves a group out whose norm is `threshold` standard deviations above the mean of its
-    own last ones.
+    """EDiT: leaves out a group whose norm is `threshold` standard deviations above the mean of its
+    own previous norms.
 
-    `alpha` is how much a new norm counts in mean and variance; after `warmup` norms they are
-    judged. What was left out enters the mean as the longest that would have counted, so that a
-    lasting change is accepted in time.
+    `alpha` is the weight of a new norm in mean and variance. Norms are judged after the first
+    `warmup` ones. A norm that was left out enters the mean as the longest that would have counted,
+    so that a lasting change is eventually accepted.
     """
 
     threshold: float = 3.0
@@ -86,7 +86,7 @@ class ZScore(Weighing):
     warmup: int = 120
 
     def start(self, groups: int) -> list[list[float]]:
-        return [[0, 0.0, 0.0] for _ in range(groups)]  # how many norms, their mean, their variance
+        return [[0, 0.0, 0.0] for _ in range(groups)]  # number of norms, mean, variance
 
     def count(self, controls: Sequence[Control], state: Any) -> Count:
         groups = candidates(controls)
@@ -114,7 +114,8 @@ class ZScore(Weighing):
         count, mean, variance = seen
         if not isfinite(norm):
             return list(seen)
-        # The first norms count alike, or the very first one would count most for long.
+        # The first norms have equal weights. Otherwise, the very first one would dominate for a
+        # long time.
         share = max(self.alpha, 1 / (count + 1))
         off = norm - mean
         return [count + 1, mean + share * off, (1 - share) * (variance + share * off * off)]

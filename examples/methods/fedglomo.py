@@ -1,11 +1,11 @@
-"""FedGLOMO (arXiv 2012.04061): momentum at the server and in every group, both with their variance
-reduced.
+"""FedGLOMO (arXiv 2012.04061): momentum at the server and in every group, both with reduced
+variance.
 
     python examples/methods/fedglomo.py
 
-A group trains from the outer parameters, and on the same batches from the ones before that round.
-Its outer gradient is d(now) - (1 - beta) d(before); the momentum 1 - beta of the outer SGD makes
-the rest. It costs four gradients a step.
+A group trains from the outer parameters and, on the same batches, from those of the previous round.
+Its outer gradient is d(now) - (1 - beta) d(before); the momentum 1 - beta of the outer SGD adds the
+rest. This costs four gradients per step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "compression": "fp32",
 }
 Batch = Callable[[int, int], tuple[Tensor, Tensor]]
-"""From group and step to inputs and targets."""
+"""A function from group and step to inputs and targets."""
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
 
 
 def line(group: int, step: int) -> tuple[Tensor, Tensor]:
-    """A noisy line, a little different in every group."""
+    """Returns points on a noisy line, which differs slightly between groups."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * group + step))
     noise = torch.randn(4, 1, generator=torch.Generator().manual_seed(-1000 * group - step - 1))
     return x, x.sum(1, keepdim=True) + 0.1 * group * x[:, :1] + noise

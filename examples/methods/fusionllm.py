@@ -1,17 +1,17 @@
-"""A code for each sender, by its own link (FusionLLM, arXiv 2410.12707): a slow uplink delays
-nobody.
+"""A code for each sender, chosen by its own link (FusionLLM, arXiv 2410.12707): a slow uplink does
+not delay others.
 
     python examples/methods/fusionllm.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression=ByLink(menu=("fp4", "int2", "sparse")))`,
-which measures the links by itself; in YAML:
+With a Trainer, use `StreamingDiLoCoStrategy(compression=ByLink(menu=("fp4", "int2", "sparse")))`,
+which measures the links. In YAML:
 
     compression:
       class_path: lightning_sdiloco.compression.ByLink
       init_args: {menu: [fp4, int2, sparse], within: overlap}
 
-Here the planner plays groups in virtual time that train 300 million parameters, two seconds for an
-inner step. One of them has a line that carries 0.01 Gbit/s up and 0.1 down.
+Here, the planner simulates groups in virtual time that train 300 million parameters at two seconds
+per inner step. The link of one group carries 0.01 Gbit/s up and 0.1 Gbit/s down.
 """
 
 from lightning_sdiloco.algorithm.config import Settings

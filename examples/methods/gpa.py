@@ -1,10 +1,10 @@
 """GPA inside groups (generalized primal averaging, arXiv 2512.17131): an inner optimizer that
-averages its own steps.
+averages its steps.
 
     python examples/methods/gpa.py
 
-It smooths once, so an outer step with momentum smooths twice; a warning says so. Groups share y:
-that is the model.
+It already smooths, so an outer step with momentum smooths a second time; a warning says so. Groups
+share y, which is the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing_extensions import override
 
 
 class GPA(AdamW):
-    """AdamW on z, with gradients at y = my x + (1 - my) z, of which x = mx x + (1 - mx) z is the
-    mean.
+    """AdamW on z, with gradients at y = my x + (1 - my) z, where x = mx x + (1 - mx) z is the
+    average.
 
-    The parameters are y in training; between `eval` and `train` they are x. ``mx ** 32`` is about
-    0.9.
+    The parameters are y in training, and x between `eval` and `train`. ``mx ** 32`` is about 0.9.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class GPA(AdamW):
     @override
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps z, and moves y by what that makes of it."""
+        """Steps z, and moves y accordingly."""
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         trained = [p for p in parameters if p.grad is not None]
         y = [p.clone() for p in trained]

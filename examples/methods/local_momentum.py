@@ -1,4 +1,4 @@
-"""Local steps whose momentum makes up for where the last gradient was taken; see `fedglomo`."""
+"""Local steps whose momentum corrects for the position of the last gradient; see `fedglomo`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""From a model, inputs and targets to the loss."""
+"""A function from a model, inputs and targets to the loss."""
 
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -17,8 +17,8 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class LocalMomentum:
-    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the
-    same batch.
+    """Trains a model by SGD with FedGLOMO's momentum: v + g(now) - g(before), both on the same
+    batch.
     """
 
     def __init__(self, model: nn.Module, loss: Loss = squared_error) -> None:
@@ -40,7 +40,7 @@ class LocalMomentum:
 
     @torch.no_grad()
     def add_to(self, model: nn.Module, share: float) -> None:
-        """Adds a share of how far this one went, start minus end, to another model."""
+        """Adds a share of this model's progress, start minus end, to another model."""
         parts = zip(
             model.parameters(), self._start.parameters(), self.model.parameters(), strict=True
         )

@@ -2,8 +2,8 @@
 
     python examples/methods/muloco.py
 
-With a Trainer return `muon_and_adamw(self, lr)` from `configure_optimizers`; see `examples/configs`
-for a YAML file.
+With a Trainer, return `muon_and_adamw(self, lr)` from `configure_optimizers`; `examples/configs`
+has a YAML file.
 """
 
 from side_by_side import adamw, compare  # isort: skip  (puts the other examples on the path)

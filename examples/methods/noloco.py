@@ -1,9 +1,8 @@
-"""Pairs that chance makes, with an outer momentum in each group (NoLoCo), beside rounds of all with
-all.
+"""Random pairs with an outer momentum in each group (NoLoCo), compared with rounds of all groups.
 
     python examples/methods/noloco.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(route=RandomPairs(), compression="int8")`.
+With a Trainer, use `StreamingDiLoCoStrategy(route=RandomPairs(), compression="int8")`.
 """
 
 from side_by_side import compare

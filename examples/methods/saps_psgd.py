@@ -1,9 +1,9 @@
-"""Pairs over fast links that take each other's mean (SAPS-PSGD, arXiv 2002.09692), as a `Route`.
+"""Pairs of groups that average over fast links (SAPS-PSGD, arXiv 2002.09692), as a `Route`.
 
     python examples/methods/saps_psgd.py
 
-With a Trainer: `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1,
-outer_momentum=0, compression="int8")`, with this file beside your script.
+With a Trainer, use `StreamingDiLoCoStrategy(route=FastestPairs(speeds=...), outer_lr=1,
+outer_momentum=0, compression="int8")`, with this file next to your script.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,13 @@ Leg = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FastestPairs(Route):
-    """Pairs groups over fast links, connecting all of them every `window` rounds.
+    """Pairs groups over fast links and connects all groups every `window` rounds.
 
-    `window` rounds are planned together. All but the last take the fastest pairs that these rounds
-    have not had yet, judged by the slowest pair first; the last one joins what they left apart, over
-    the fastest links that do so. `seed` decides between links of equal speed. `speeds` has a number
-    for each group, of which a pair has the slower one, or a row for its links; () if all are alike.
+    `window` rounds are planned together. All except the last use the fastest pairs that these
+    rounds have not used yet, compared by their slowest pair first. The last one connects the parts
+    that are still separate, over the fastest possible links. `seed` decides between links of equal
+    speed. `speeds` has a number for each group, of which a pair gets the lower one, or a row for
+    each group's links; () if all are equal.
     """
 
     speeds: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
@@ -37,7 +38,7 @@ class FastestPairs(Route):
     def __post_init__(self) -> None:
         if self.window < 2:
             raise ValueError(f"window={self.window!r} must be at least 2.")
-        # From YAML they come as lists. Their repr is compared between ranks.
+        # YAML provides lists. Their repr is compared between ranks.
         rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
         lengths = {len(row) if isinstance(row, tuple) else 0 for row in rows}
         object.__setattr__(self, "speeds", rows)
@@ -53,21 +54,27 @@ class FastestPairs(Route):
         return planned(self, block, groups)[place]
 
     def speed(self, pair: Leg) -> float:
-        """The speed of the link between two groups, which is that of its slower direction."""
+        """Returns the speed of the link between two groups, which is that of its slower
+        direction.
+        """
         if not self.speeds:
             return 1.0
         ways = zip([self.speeds[group] for group in pair], reversed(pair), strict=True)
         return min(row[to] if isinstance(row, tuple) else row for row, to in ways)
 
     def pairs(self, links: Sequence[Leg], used: set[Leg]) -> list[Leg]:
-        """The fastest pairs: greed, then exchanges of partners, since greed leaves slow ones."""
+        """Returns the fastest pairs: greedily, then with exchanges of partners, because greed
+        leaves slow pairs.
+        """
         pairs = disjoint(links, [])
         while improved := self.exchanged(pairs, used):
             pairs = improved
         return pairs
 
     def exchanged(self, pairs: Sequence[Leg], used: set[Leg]) -> list[Leg] | None:
-        """The pairs with partners exchanged so that the slower of two becomes faster, if any."""
+        """Returns the pairs with partners exchanged so that the slower of two becomes faster, if
+        possible.
+        """
         for old in combinations(pairs, 2):
             (a, b), (c, d) = old
             for new in (((a, c), (b, d)), ((a, d), (b, c))):
@@ -80,12 +87,12 @@ class FastestPairs(Route):
 
 @lru_cache(maxsize=64)
 def planned(route: FastestPairs, block: int, groups: int) -> list[list[Leg]]:
-    """The legs of the rounds that are planned together."""
+    """Returns the legs of the rounds that are planned together."""
     rounds: list[list[Leg]] = []
     first = block * route.window
     for number in range(first, first + route.window):
         order = list(range(groups))
-        Random(f"{route.seed}, {number}").shuffle(order)  # a text is hashed alike everywhere
+        Random(f"{route.seed}, {number}").shuffle(order)  # strings seed alike on all machines
         legs = list(chain.from_iterable(rounds))
         used: set[Leg] = {pair for leg in legs for pair in combinations(leg, 2)}
         links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
@@ -99,14 +106,16 @@ def planned(route: FastestPairs, block: int, groups: int) -> list[list[Leg]]:
 
 
 def with_third(route: FastestPairs, pairs: Sequence[Leg], third: int) -> list[Leg]:
-    """The pairs, of which the one with the fastest links to a group without partner takes it in."""
+    """Returns the pairs; the pair with the fastest links to a group without a partner takes it
+    in.
+    """
     speeds = {pair: min(route.speed((group, third)) for group in pair) for pair in pairs}
     fastest: Leg = max(speeds, key=speeds.__getitem__, default=())
     return [(*fastest, third), *(pair for pair in pairs if pair != fastest)]
 
 
 def disjoint(links: Sequence[Leg], pairs: list[Leg]) -> list[Leg]:
-    """The pairs, and the first links that have no group in common with them and each other."""
+    """Returns the pairs and the first links that share no group with them or with each other."""
     for link in links:
         if all(set(pair).isdisjoint(link) for pair in pairs):
             pairs = [*pairs, link]
@@ -114,7 +123,9 @@ def disjoint(links: Sequence[Leg], pairs: list[Leg]) -> list[Leg]:
 
 
 def joined(legs: Sequence[Leg], groups: int, links: Sequence[Leg]) -> list[Leg]:
-    """The first links, without a common group, that join the parts that legs have not connected."""
+    """Returns the first links without a common group that connect parts that the legs leave
+    separate.
+    """
     parts = [{group} for group in range(groups)]
     for leg in legs:
         parts = merged(parts, leg)
@@ -127,13 +138,15 @@ def joined(legs: Sequence[Leg], groups: int, links: Sequence[Leg]) -> list[Leg]:
 
 
 def merged(parts: Sequence[set[int]], leg: Leg) -> list[set[int]]:
-    """The parts, of which those that a leg connects are one: the last."""
+    """Returns the parts after merging those that a leg connects into the last one."""
     apart = [part for part in parts if part.isdisjoint(leg)]
     return [*apart, set[int]().union(*(part for part in parts if part not in apart))]
 
 
 def joins(link: Leg, parts: Sequence[set[int]], busy: set[int]) -> bool:
-    """Tells whether a link of free groups joins two parts and leaves two groups free for others."""
+    """Returns whether a link between free groups connects two parts and leaves two groups free for
+    others.
+    """
     after = merged(parts, link)
     has_room = len(parts) == 2 or len(after[-1] - busy) > 3
     return len(after) < len(parts) and busy.isdisjoint(link) and has_room

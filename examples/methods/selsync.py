@@ -3,7 +3,7 @@ change.
 
     python examples/methods/selsync.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(schedule=Selective(threshold=0.3, most=4))`.
+With a Trainer, use `StreamingDiLoCoStrategy(schedule=Selective(threshold=0.3, most=4))`.
 """
 
 from side_by_side import compare

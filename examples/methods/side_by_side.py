@@ -1,9 +1,8 @@
-"""Trains a small GPT in simulated worker groups, once for each of some choices, and prints what
-each cost.
+"""Trains a small GPT in simulated worker groups, once for each of several choices, and prints what
+each costs.
 
-All see the same text in the same order from the same weights. Half a minute of training shows that
-a method runs and what it sends, and nothing about which one learns better: see the benchmarks for
-that.
+All runs use the same text, order and initial weights. Half a minute of training shows that a method
+runs and how much it sends, but not which method learns better; see the benchmarks for that.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 def train(
     groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOptimizer
 ) -> tuple[float, float, int]:
-    """Trains from scratch; returns the loss on other text, megabytes that a group sent, and
-    launches.
+    """Trains from scratch; returns the validation loss, the megabytes that a group sent, and the
+    number of launches.
     """
     torch.manual_seed(0)
     windows = text()
@@ -82,10 +81,10 @@ def compare(
     optimizer: MakeOptimizer = adamw,
     **shared: Any,
 ) -> None:
-    """Trains with each of some choices of the engine, beside those that all share, and prints a
-    table.
+    """Trains with each of several choices for the engine, in addition to the shared ones, and
+    prints a table.
 
-    A choice `simulated` is another class than `SimulatedGroups`.
+    The choice `simulated` is a class to use instead of `SimulatedGroups`.
     """
     print(f"{'':<34} {'loss':>7} {'MB sent':>8} {'launches':>9}")
     for name, choices in methods.items():

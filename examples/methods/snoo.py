@@ -1,8 +1,9 @@
-"""SNOO (arXiv 2510.15830): Nesterov on the progress of one worker. No second machine is needed.
+"""SNOO (arXiv 2510.15830): Nesterov momentum on the progress of one worker, without a second
+machine.
 
     python examples/methods/snoo.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(worker_groups=1, **SNOO)`.
+With a Trainer, use `StreamingDiLoCoStrategy(worker_groups=1, **SNOO)`.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ SNOO: dict[str, Any] = {
     "outer_momentum": 0.37,
     "outer_optimizer": OuterOptimizer(direction="elementwise"),
 }
-"""The settings of the paper. Without momentum it is Lookahead."""
+"""The settings of the paper. Without momentum, this is Lookahead."""
 
 LOOKAHEAD = {**SNOO, "outer_lr": 0.5, "outer_momentum": 0.0}
 

@@ -1,10 +1,10 @@
-"""Sparse communication (arXiv 2009.09271): few values at a time, those that are largest or those
-that chance picks.
+"""Sparse communication (arXiv 2009.09271): few values at a time, either the largest ones or random
+ones.
 
     python examples/methods/sparse_communication.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(compression="top_k+memory")`, and so on. A memory of
-values that chance picks wants no outer momentum beside it.
+With a Trainer, use `StreamingDiLoCoStrategy(compression="top_k+memory")`, and so on. If you combine
+a memory with random values, use no outer momentum.
 """
 
 from typing import Any

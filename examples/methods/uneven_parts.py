@@ -1,9 +1,9 @@
-"""Four groups, one behind a link of half the bandwidth: what each averages, and how long the links
-are busy.
+"""Four groups, one of them on a link with half the bandwidth: the part that each averages, and how
+long the links are busy.
 
     python examples/methods/uneven_parts.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(exchange=TwoShot())`, which measures the links.
+With a Trainer, use `StreamingDiLoCoStrategy(exchange=TwoShot())`, which measures the links.
 """
 
 from side_by_side import compare
@@ -18,7 +18,7 @@ LINKS = [1.0, 1.0, 1.0, 0.5]
 
 
 def seconds(exchange: str | TwoShot) -> float:
-    """Returns how long 1000 inner steps of 0.1 s take for 10 billion parameters, in virtual
+    """Returns how long 1000 inner steps of 0.1 s take with 10 billion parameters, in virtual
     time.
     """
     settings = Settings(sync_every=50, overlap_steps=20, exchange=exchange)

@@ -1,10 +1,10 @@
-"""Offers what a Trainer logs to a Prometheus server: its own metrics, and Streaming DiLoCo's.
+"""Offers a Trainer's logged metrics, including those of Streaming DiLoCo, to a Prometheus server.
 
     trainer = Trainer(strategy="streaming_diloco", logger=[CSVLogger("."),
     PrometheusLogger("127.0.0.1:9401")])
 
-A name such as ``sdiloco/link_gbit_s`` becomes ``sdiloco_link_gbit_s``. Whoever reaches the address
-can read them.
+A name such as ``sdiloco/link_gbit_s`` becomes ``sdiloco_link_gbit_s``. Anyone who can reach the
+address can read the metrics.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_sdiloco.lightning.monitor import SUMMED
 
 
 class PrometheusLogger(Logger):
-    """Shows the last value of each metric, or the total where a row holds a sum. It listens from
-    the first row on.
+    """Shows the last value of each metric, or the total if rows contain sums. It listens from the
+    first row on.
 
     Args:
-        listen: Address and port.
+        listen: The address and port.
     """
 
     name = "prometheus"
@@ -52,4 +52,4 @@ class PrometheusLogger(Logger):
 
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Prometheus has no place for them."""
+        """Does nothing, because Prometheus has no hyperparameters."""

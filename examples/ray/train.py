@@ -1,12 +1,12 @@
-"""Trains a byte-level GPT in worker groups that Ray starts, and starts again where they fail; or
-tunes `sync_every`.
+"""Trains a byte-level GPT in worker groups that Ray starts, and restarts if they fail; or tunes
+`sync_every`.
 
     python examples/ray/train.py --workers 4 --groups 2
     python examples/ray/train.py --tune 10 50
 
-Started again with the same `--name` and `--storage`, it goes on with the last epoch that was
-reported. On a cluster `--storage` is a folder or bucket that all nodes see, and `--address auto`
-finds the cluster.
+If you start it again with the same `--name` and `--storage`, it continues from the last reported
+epoch. On a cluster, `--storage` must be a folder or bucket that all nodes share, and `--address
+auto` finds the cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parents[1]
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Runs in every worker: the code of any Lightning project, with four words of Ray's."""
+    """Runs in every worker: the code of any Lightning project, plus four names from Ray."""
     from lightning.pytorch import Trainer, seed_everything
     from pretrain_text import ByteGPT
     from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
@@ -50,7 +50,7 @@ def train(settings: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    checkpoint = ray.train.get_checkpoint()  # there is one where a worker has failed
+    checkpoint = ray.train.get_checkpoint()  # there is one if a worker has failed
     with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
         path = folder and Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME
         prepare_trainer(trainer).fit(
@@ -78,7 +78,7 @@ def started(
 
 
 def tuned(options: argparse.Namespace, settings: dict[str, Any]) -> tune.ResultGrid:
-    """Trains once for each number of inner steps between two launches, one after the other."""
+    """Trains once for each value of `sync_every`, one after the other."""
 
     def trial(choice: dict[str, Any]) -> None:
         name = f"{options.name}-{choice['sync_every']}"
@@ -86,7 +86,7 @@ def tuned(options: argparse.Namespace, settings: dict[str, Any]) -> tune.ResultG
 
     search = tune.TuneConfig(metric="val_loss", mode="min", max_concurrent_trials=1)
     space = {"sync_every": tune.grid_search(options.tune)}
-    # A trial waits for its workers, which compute.
+    # A trial only waits for its workers, which do the computation.
     run_config = tune.RunConfig(storage_path=str(Path(options.storage).resolve()))
     few = tune.with_resources(trial, {"CPU": 0.1})
     return tune.Tuner(few, param_space=space, tune_config=search, run_config=run_config).fit()

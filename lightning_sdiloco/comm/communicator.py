@@ -1,9 +1,9 @@
-"""Communication among the ranks of one process group: collectives of tensors, whatever the backend,
-and of plain values.
+"""Communication among the ranks of one process group: collectives of tensors, for any backend, and
+of plain values.
 
-Plain values are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and
-dictionaries of these. They travel as JSON, followed by the bytes of tensors, and nothing that
-arrives is executed. A named tuple arrives as a tuple, which the caller turns into a named one.
+Plain values are None, booleans, numbers, strings, bytes, tensors, and lists, tuples, sets and
+dictionaries of these. They are sent as JSON, followed by the bytes of tensors, and received data is
+never executed. A named tuple arrives as a plain tuple, which the caller converts back.
 """
 
 import json
@@ -22,11 +22,12 @@ from typing_extensions import override
 from lightning_sdiloco.memory import new_vector
 
 SHARED = "sdiloco_gloo"
-"""How torch names the process groups of gloo that share a thread; see `topology.SharedGloo`."""
+"""The backend name, in torch, of gloo process groups that share a thread; see
+`topology.SharedGloo`."""
 
 
 PlainValue = Any
-"""A value that travels between ranks, as above."""
+"""A value that can be sent between ranks, as described above."""
 
 Value = TypeVar("Value")
 
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 class Communicator:
-    """Gathers and broadcasts among some ranks. A single rank needs no process group."""
+    """Gathers and broadcasts among a set of ranks. A single rank needs no process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -53,21 +54,21 @@ class Communicator:
             self.is_on_host = dist.get_backend(process_group) in ("gloo", SHARED)
 
     def begun(self) -> int:
-        """Returns how many collectives this rank has begun in the process group, by any code, with
+        """Returns how many collectives any code on this rank has begun in the process group, with
         gloo and NCCL.
         """
         group = self.process_group
         if group is None:
             return 0
-        # If each device has its own backend, each of them counts.
+        # If each device has its own backend, all of them are added up.
         backends: set[Any] = {group._get_backend(device) for device in group._device_types}
         with suppress(RuntimeError):
             return sum(backend._get_sequence_number_for_group() for backend in backends)
         return 0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, in the order of the ranks. All must have the same
-        shape and dtype.
+        """Returns the tensors of all ranks, in rank order. All tensors must have the same shape and
+        dtype.
         """
         if self.size == 1:
             return [tensor]
@@ -82,8 +83,8 @@ class Communicator:
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns the parts that all ranks hold for this one, those at its number along the first
-        dimension, stacked.
+        """Returns, stacked, the part that each rank has for this rank: the one at this rank's index
+        along the first dimension.
         """
         if self.size == 1:
             return tensor
@@ -93,8 +94,8 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends every rank its part; returns those from all ranks, of these sizes: flat tensors of
-        one dtype.
+        """Sends each rank its part and returns the parts from all ranks, which have the given
+        sizes. Parts are flat tensors of one dtype.
         """
         if self.size == 1:
             return list(parts)
@@ -107,10 +108,10 @@ class Communicator:
         return [to_device(part, parts[0].device) for part in received.split(list(sizes))]
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Returns the plain values of all ranks, in the order of the ranks; see `encode`."""
+        """Returns the plain values of all ranks, in rank order; see `encode`."""
         if self.size == 1:
             return [value]
-        # Such as "cpu:gloo,cuda:nccl": any device that the group carries will do.
+        # The backend may be "cpu:gloo,cuda:nccl": any device that it supports will do.
         device = torch.device(dist.get_backend_config(self.process_group).partition(":")[0])
         sent = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self.all_gather(torch.tensor(sent.numel(), device=device))]
@@ -119,14 +120,15 @@ class Communicator:
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in received]
 
     def attempt(self, act: Callable[[], PlainValue]) -> list[Outcome]:
-        """Calls a function on all ranks that returns a plain value; returns the outcomes, in
+        """Calls a function that returns a plain value on all ranks; returns the outcomes in rank
         order.
 
-        So if one rank fails, no other one continues, and waits for it.
+        If one rank fails, the others learn of it here instead of continuing and waiting for that
+        rank.
         """
         try:
             outcome = Outcome(act())
-        except Exception as error:  # the callers raise it, on all ranks
+        except Exception as error:  # callers raise it on all ranks
             names = tuple(kind.__name__ for kind in type(error).__mro__)
             outcome = Outcome(None, names, str(error), error)
         outcomes = [Outcome(*parts) for parts in self.all_gather_object(outcome[:3])]
@@ -134,7 +136,7 @@ class Communicator:
         return outcomes
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites a tensor with that of one rank of the process group."""
+        """Overwrites a tensor with the one of the source rank of the process group."""
         if self.size == 1:
             return
         staged = self._staged(tensor).contiguous()
@@ -143,8 +145,8 @@ class Communicator:
             tensor.copy_(staged)
 
     def channel(self, engine: int) -> "Communicator":
-        """Returns a communicator among the same ranks that only the engine with that number uses,
-        if they have gloo.
+        """Returns a communicator among the same ranks that only the engine with this number uses,
+        if the ranks use gloo.
         """
         if self.process_group is not None and self.is_on_host and self.size > 1:
             return MessageCommunicator(self.process_group, engine)
@@ -161,11 +163,11 @@ _FIRST_TAG = 1 << 30
 
 
 class MessageCommunicator(Communicator):
-    """Gathers and broadcasts by messages with a tag, over a process group of gloo that several
-    threads may share.
+    """Gathers and broadcasts with tagged messages, over a gloo process group that several threads
+    may share.
 
-    Collectives of gloo are matched by the order in which a rank begins them, and two threads have
-    no common order. Gathering takes half as long as gloo's, which passes values around a ring and
+    gloo matches collectives by the order in which a rank begins them, and two threads have no
+    common order. Gathering takes half as long as in gloo, which passes values around a ring and
     copies the result.
     """
 
@@ -201,7 +203,7 @@ class MessageCommunicator(Communicator):
     @override
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         staged = self._staged(tensor).contiguous()
-        # In a tree: in every turn each rank that has the values sends them to one that does not.
+        # In a tree: in each turn, every rank that has the values sends them to one that does not.
         place = (self.rank - source) % self.size
         holders = 1
         works = []
@@ -240,7 +242,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """`Communicator.all_to_all` with a gradient, for gradients of gradients."""
+    """`Communicator.all_to_all` with a gradient, to support second derivatives."""
 
     @staticmethod
     def forward(ctx: _Context, tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -255,7 +257,7 @@ class _AllToAll(torch.autograd.Function):
 
 # Plain values as bytes
 
-_HEAD = 8  # bytes with the length of the JSON
+_HEAD = 8  # bytes that store the length of the JSON
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -263,7 +265,7 @@ def encode(value: PlainValue) -> bytes:
     """Returns a plain value as bytes.
 
     Raises:
-        TypeError: If a part of it is not plain, which the message names.
+        TypeError: If a part of the value is not plain. The message names it.
 
     Examples:
         >>> decode(encode({"loss": (0.5, None), 3: torch.ones(2)}))
@@ -275,17 +277,19 @@ def encode(value: PlainValue) -> bytes:
 
 
 def decode(encoded: bytes) -> PlainValue:
-    """Returns the value that `encode` turned into bytes; tensors are on the host."""
+    """Returns the value that `encode` turned into bytes, with its tensors on the host."""
     end = _HEAD + int.from_bytes(encoded[:_HEAD], "little")
     try:
         described = json.loads(bytes(encoded[_HEAD:end]))
         return _Buffers(memoryview(encoded)[end:]).value(described)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
+        raise ValueError(f"Another rank sent data that is not a plain value: {error!r}.") from error
 
 
 def _described(value: object, buffers: list[bytes]) -> object:
-    """Returns a value as JSON, in which a list begins with its kind; appends bytes to buffers."""
+    """Returns a value as JSON, in which a list begins with its kind, and appends bytes to
+    buffers.
+    """
     match value:
         case None | bool() | str():
             return value
@@ -313,14 +317,14 @@ _COLLECTIONS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
 class _Buffers:
-    """The bytes behind the JSON, which are taken in its order."""
+    """The bytes that follow the JSON, read in the order of the JSON."""
 
     def __init__(self, remaining: memoryview) -> None:
         self._remaining = remaining
 
     def _take(self, size: int) -> bytearray:
         if not 0 <= size <= len(self._remaining):
-            raise ValueError(f"{size} bytes are said to follow, and {len(self._remaining)} do")
+            raise ValueError(f"{size} bytes were announced, but {len(self._remaining)} follow")
         taken = bytearray(self._remaining[:size])
         self._remaining = self._remaining[size:]
         return taken
@@ -328,7 +332,7 @@ class _Buffers:
     def value(self, described: object) -> object:
         """Returns the value that `_described` has described."""
         if isinstance(described, dict):
-            raise ValueError("an object stands where a value belongs")
+            raise ValueError("an object was found in place of a value")
         if not isinstance(described, list):
             return described
         kind, *parts = described
@@ -355,7 +359,7 @@ class _Buffers:
 
 
 def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised tensor on the host, which a device can reach by itself."""
+    """Returns an uninitialised host tensor that a device can access directly."""
     if device.type == "cpu":
         return new_vector(prod(shape), device, dtype).view(tuple(shape))
     # torch keeps freed pages for the next tensor of that size: locking pages takes longer than a
@@ -364,7 +368,7 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does
+    """Copies a tensor to the host. The calling thread waits for the copy, but the accelerator does
     not.
     """
     if values.device.type == "cpu":
@@ -375,7 +379,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting; only later work that this thread gives the
-    device may use it.
+    """Copies a tensor to a device without waiting. Only work that this thread issues to the device
+    afterwards may use the copy.
     """
     return values.to(device, non_blocking=True)

@@ -1,5 +1,5 @@
-"""How messages reach the other worker groups: one goes out to each of them, and one comes in from
-each.
+"""Exchanges of messages between worker groups: a group sends one message to each other group and
+receives one from each.
 """
 
 import math
@@ -38,12 +38,13 @@ class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
     Attributes:
-        device: The device of the messages that are sent.
-        learns_sizes: True if messages may be posted before their receivers know how long they are.
-        arrived: When the last message of each group arrived, if that is known; 0 for this group.
-        sends_bytes_per_s: The bandwidth of the link to each receiver; 0 if that is not known.
-        open_channels: The channels in use, if there may be only one; None if there may be any
-            number.
+        device: The device on which messages to send must be.
+        learns_sizes: True if messages may be posted before their receivers know their lengths.
+        arrived: The time at which the last message of each group arrived, if known; 0 for this
+            group.
+        sends_bytes_per_s: The bandwidth of the link to each receiver; 0 if unknown.
+        open_channels: The channels in use, if only one is allowed at a time; None if any number is
+            allowed.
     """
 
     learns_sizes = True
@@ -59,41 +60,43 @@ class Exchange(ABC, Generic[Posted]):
 
     @abstractmethod
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Posted:
-        """Starts to send messages, without waiting for anyone.
+        """Starts to send messages, without waiting.
 
         Args:
             messages: Flat bytes, one message for each group.
-            sizes: The lengths of incoming messages, by group. None: that of the message of this
-                group. (): `collect` gets them.
+            sizes: The lengths of incoming messages, by group. None means the length of this group's
+                own message. () means that `collect` will get them.
         """
 
     @abstractmethod
     def collect(
         self, posted: Posted, deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Waits for the messages of all groups, which it returns.
+        """Waits for the messages of all groups and returns them.
 
         Args:
             posted: The result of `post`.
-            deadline: The end of the wait, on the clock of ``time.monotonic()``. Then it raises
-                `Unanswered`.
-            sizes: The lengths of incoming messages, if they were not known when they were posted.
+            deadline: The end of the wait, in terms of ``time.monotonic()``. After it, `Unanswered`
+                is raised.
+            sizes: The lengths of incoming messages, if they were unknown at `post`.
         """
 
     @abstractmethod
     def channel(self, engine: int) -> "Exchange[Posted]":
         """Returns an exchange between the same groups whose messages reach only the engine with
-        that number.
+        this number.
 
-        Messages of different numbers never mix, in whatever order they are posted. 0 is for those
-        of no engine.
+        Messages of different engines never mix, regardless of the order in which they are posted. 0
+        is for messages outside of engines.
         """
 
     def close(self) -> None:
-        """Releases what no other channel may use meanwhile. Messages on their way are lost."""
+        """Releases resources that only one channel may use at a time. Messages on their way are
+        lost.
+        """
 
     def _count(self, this_group: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Adds messages to the bytes sent and received; those of this group to itself are none."""
+        """Adds messages to the bytes sent and received, except those of this group to itself."""
         for group in range(self.num_groups):
             if group != this_group:
                 self.bytes_sent += sent[group].numel()
@@ -101,7 +104,7 @@ class Exchange(ABC, Generic[Posted]):
 
 
 AnyExchange: TypeAlias = Exchange[Any]
-"""An exchange of which only `collect` knows the results of `post`."""
+"""An exchange with posted messages of any type, which only its own `collect` uses."""
 
 
 # Over gloo
@@ -109,8 +112,8 @@ AnyExchange: TypeAlias = Exchange[Any]
 
 @dataclass
 class _Travelling:
-    """Messages on their way over gloo: this group's, incoming ones, and the work of each other
-    group.
+    """Messages on their way over gloo: those of this group, incoming ones, and the work handles of
+    each other group.
     """
 
     messages: Sequence[Tensor]
@@ -125,7 +128,7 @@ _TAGS = 2
 
 
 class DirectExchange(Exchange[_Travelling]):
-    """Sends from each group to each other one, over a process group of gloo for each direction.
+    """Sends from each group to each other group, over one gloo process group per direction.
 
     Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo
     delivers a message only to a receiver that waits for its tag.
@@ -147,14 +150,13 @@ class DirectExchange(Exchange[_Travelling]):
         self._pacing = pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
-        # For each of the other groups, the process groups over which this one sends to it, and
-        # receives from it.
+        # For each other group, the process groups for sending to it and for receiving from it.
         self._ways: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         for group in range(self._group):
             self._ways[group] = (down, up)
         for group in range(self._group + 1, self.num_groups):
             self._ways[group] = (up, down)
-        # The group whose message arrived last in the last round.
+        # The group whose message arrived last in the previous round.
         self._latest = -1
 
     @override
@@ -163,8 +165,8 @@ class DirectExchange(Exchange[_Travelling]):
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
-        """Starts to send. Messages on another device are copied to the host first: the same one
-        for all groups once.
+        """Starts to send. Messages on another device are first copied to the host; a message that
+        is the same for all groups is copied once.
         """
         sent = list(messages)
         if messages[self._group].device.type != "cpu":
@@ -176,7 +178,7 @@ class DirectExchange(Exchange[_Travelling]):
             sizes = [sent[self._group].numel()] * self.num_groups
         sizes_are_known = sizes != ()
         if sizes_are_known:
-            # First, so that the other sides know early that this one is ready.
+            # This comes first, so that the other groups learn early that this one is ready.
             self._receive(posted, [group for group in self._ways if sizes[group]], sizes)
         for group in self._ways:
             # Empty messages are not sent, but their receivers must know that they are empty.
@@ -189,12 +191,12 @@ class DirectExchange(Exchange[_Travelling]):
             forward, _ = self._ways[group]
             posted.sending[group] = forward.send([message], group, self._tag)
         except RuntimeError as error:
-            # It is raised when messages are collected, so that all ranks of this group learn of it
-            # together.
+            # The error is raised when messages are collected, so that all ranks of this group see
+            # it at the same point.
             posted.failure = posted.failure or self._gone(group, error)
 
     def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
-        """Starts to receive from other groups. gloo holds messages that arrive before."""
+        """Starts to receive from other groups. gloo buffers messages that arrive earlier."""
         message = posted.received[self._group]
         device = posted.messages[self._group].device
         posted.received = [
@@ -213,8 +215,8 @@ class DirectExchange(Exchange[_Travelling]):
         self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
         if sizes is not None:
-            # A message is seen to arrive when this rank waits for it: the group that was last the
-            # time before comes last, and keeps no other one waiting.
+            # An arrival is noticed only while this rank waits for that message. So the wait for the
+            # group that was last in the previous round comes last and delays no other.
             groups = sorted(self._ways, key=lambda group: group == self._latest)
             self._receive(posted, groups, sizes)
         if posted.failure is not None:
@@ -246,8 +248,8 @@ class DirectExchange(Exchange[_Travelling]):
         self.arrived = arrived
 
     def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
-        # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would
-        # end before the deadline, and a group that is late would look like one that went away.
+        # gloo rounds to whole milliseconds and treats zero as no timeout. If it rounded down, the
+        # wait would end before the deadline, and a late group would look like one that is gone.
         left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
         try:
             work.wait(timedelta(milliseconds=left))
@@ -267,16 +269,17 @@ class DirectExchange(Exchange[_Travelling]):
 # Messages of any size
 
 LENGTH_BYTES = 8
-"""Bytes with the length of the message to a group, and the rate of that group's last message."""
+"""The bytes that store the length of the message to a group, and the rate of that group's last
+message."""
 
-# Their bits for the length, and for the rate, in kB/s.
+# The bits for the length, and for the rate in kB/s.
 _LENGTH_BITS = 40
 _RATE_BITS = 23
 _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[object, object]]):
-    """Carries messages whose sizes differ between groups: another exchange carries their
+    """Carries messages whose sizes differ between groups; a second exchange carries their
     lengths.
     """
 
@@ -294,7 +297,7 @@ class VaryingExchange(Exchange[tuple[object, object]]):
         self.bytes_received = messages.bytes_received
         self._lengths = lengths
         self._messages = messages
-        # By group, in bytes per second; 0 where that is not known.
+        # By group, in bytes per second; 0 if unknown.
         self._received = [0.0] * messages.num_groups
 
     @override
@@ -336,17 +339,17 @@ class VaryingExchange(Exchange[tuple[object, object]]):
 
 
 def _carried(rates: Sequence[float]) -> float:
-    """Returns the bandwidth of a link to each receiver, given the rates at which the same message
-    arrived at each of them; 0 for this group, and if a rate is unknown.
+    """Returns the bandwidth of the link to each receiver, given the rates at which the same message
+    arrived at the receivers. It is 0 for this group and where a rate is unknown.
     """
     fastest_first = sorted((rate for rate in rates if rate), reverse=True)
-    # So many receivers got at least this rate at the same time.
+    # The number of receivers that got at least this rate at the same time.
     totals = [number * rate for number, rate in enumerate(fastest_first, 1)]
     return max(totals, default=0.0) / max(1, len(rates) - 1)
 
 
 def _packed(length: int, rate: float) -> Tensor:
-    """Returns length and rate as bytes. A rate that is known is not rounded to 0."""
+    """Returns length and rate as bytes. A known rate is never rounded to 0."""
     assert length < 1 << _LENGTH_BITS, "a message is shorter than a terabyte"
     in_units = min(math.ceil(rate / _UNIT), (1 << _RATE_BITS) - 1)
     return torch.tensor([in_units << _LENGTH_BITS | length], dtype=torch.int64).view(torch.uint8)
@@ -361,15 +364,15 @@ def _unpacked(head: Tensor) -> tuple[int, float]:
 
 
 _Table = dict[int, dict[int, Sequence[Tensor]]]
-"""By number of a message and group: what the group sends."""
+"""The messages that a group sends, by the number of the round and the group."""
 
 
 class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
-    """Carries messages between worker groups that all live in one process; there is one such
-    exchange for each.
+    """Carries messages between worker groups that are all in one process. Each group has one such
+    exchange.
 
-    Messages wait in a table, one for each engine, until all groups have taken them. Collecting
-    before all groups have posted is an error rather than a wait: there is no group to wait for.
+    Messages are kept in a table for each engine until all groups have taken them. Collecting before
+    all groups have posted is an error: waiting would not help, because the groups share one thread.
     """
 
     def __init__(
@@ -396,7 +399,8 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     ) -> tuple[int, Sequence[Tensor]]:
         number = self._posted
         self._posted += 1
-        # An entry for each group that has posted; `collect` adds one for each that has taken them.
+        # One entry for each group that has posted; `collect` adds one for each that has taken the
+        # messages.
         self._table[number][self._group] = messages
         return number, messages
 
@@ -424,26 +428,26 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
 # From device to device
 
-# In seconds: short beside the time of a message, long beside the time of a look.
+# In seconds: short compared with a message, long compared with a poll.
 _BETWEEN_LOOKS = 0.001
 
 
 class DeviceBackend(NamedTuple):
-    """A backend of torch.distributed that takes tensors of a device."""
+    """A backend of torch.distributed that sends tensors of a device."""
 
     name: str
     device: torch.device
 
 
 def nccl_on(device: torch.device) -> DeviceBackend:
-    """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch
-    without it.
+    """Returns NCCL as the backend for a device; refuses a device that NCCL does not support, or a
+    torch without it.
     """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA"
-            " devices only. Train on CUDA devices, or leave ':nccl' out for gloo, which works on"
-            " every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL supports"
+            " only CUDA devices. Train on CUDA devices, or leave ':nccl' out for gloo, which works"
+            " on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
@@ -460,23 +464,25 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceExchange(Exchange[_OnDevice]):
-    """Sends from each group's device to each other group's; the host only looks whether it is done.
+    """Sends from each group's device to that of each other group; the host only polls for
+    completion.
 
-    All messages of a flight are one group call of the backend, in which no order of sends and
-    receives can deadlock. Its process group is for it alone: the backend matches messages by the
-    order in which ranks post them. Both hops of a flight use it, from one thread.
+    All messages of a flight form one group call of the backend, which cannot deadlock, whatever the
+    order of its sends and receives. The exchange needs a process group for itself, because the
+    backend matches messages by the order in which ranks post them. Both hops of a flight use it,
+    from one thread.
 
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream
     wait, not the host. So it is called only when everything has arrived. The stream also encodes
-    the next flight and decodes the last one: waiting for it would otherwise mean waiting for the
-    slowest group, without a bound.
+    the next flight and decodes the previous one. Otherwise, these would wait for the slowest group,
+    without a time limit.
 
-    [Note: a device is in one order] A device that has begun to send continues until the other side
-    does the same, and an operation that waits for all of the device, as the first use of a kernel
-    may, waits for that, too. So messages begin to travel when they are collected: after the control
-    vectors of all groups, which then have their messages ready, and in an order that is the same on
-    all ranks. Hops of two flights that began in different orders were seen to wait for each other.
-    Two engines have no common order, so only one may have a channel at a time.
+    [Note: a device is in one order] A device that has begun to send is busy until the other side
+    does the same. An operation that waits for the whole device, such as the first use of a kernel,
+    then also waits for the other side. So messages are sent when they are collected: after the
+    control vectors of all groups have arrived, which means that all messages are ready, and in an
+    order that is the same on all ranks. When the hops of two flights began in different orders,
+    they deadlocked. Two engines have no common order, so only one may have a channel at a time.
     """
 
     learns_sizes = False
@@ -495,7 +501,7 @@ class DeviceExchange(Exchange[_OnDevice]):
     @override
     def channel(self, engine: int) -> "DeviceExchange":
         channel = DeviceExchange(self._process_group, self.device)
-        # Tensors that were given up must live as long as the process group.
+        # Abandoned tensors must live as long as the process group.
         channel._given_up = self._given_up
         channel.open_channels = self.open_channels
         self.open_channels.add(channel)
@@ -506,8 +512,8 @@ class DeviceExchange(Exchange[_OnDevice]):
         self.open_channels.discard(self)
 
     def meet(self, deadline: float) -> None:
-        """Makes the connections, which a backend does with its first messages. All groups must
-        call it.
+        """Makes the backend connect, which it does with its first messages. All groups must call
+        this.
         """
         posted = self.post(
             [torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups
@@ -517,14 +523,15 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over"
-                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME"
-                " names the interface. Correct it on every machine, or leave ':nccl' out for gloo."
+                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs the attempts, and"
+                " NCCL_SOCKET_IFNAME selects the interface. Set it on every machine, or leave"
+                " ':nccl' out for gloo."
             ) from error
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
-        """Prepares messages, which the current stream may still compute; see [Note: a device is in
-        one order].
+        """Prepares messages, which the current stream may still be computing; see [Note: a device
+        is in one order].
         """
         sent = [message.contiguous() for message in messages]
         message = sent[self._group]
@@ -534,7 +541,7 @@ class DeviceExchange(Exchange[_OnDevice]):
             message if group == self._group else message.new_empty(size)
             for group, size in enumerate(sizes)
         ]
-        # Empty messages are not posted. All groups agree on that: they know the sizes.
+        # Empty messages are not posted. All groups agree on this, because they know the sizes.
         calls = list[dist.P2POp]()
         for group in self._peers:
             for call, tensor in ((dist.irecv, received[group]), (dist.isend, sent[group])):
@@ -568,17 +575,17 @@ class DeviceExchange(Exchange[_OnDevice]):
                 time.sleep(_BETWEEN_LOOKS)
         for work in works:
             try:
-                # See [Note: the stream never waits for another rank]. A failed transfer is over
-                # too; it raises here.
+                # See [Note: the stream never waits for another rank]. A failed transfer is also
+                # complete; it raises here.
                 work.wait()
             except RuntimeError as error:
                 raise self._gone(error) from error
 
     def _give_up(self, posted: _OnDevice) -> None:
-        # The device may still read and write these: other tensors must not get their memory.
+        # The device may still read and write these tensors, so their memory must not be reused.
         self._given_up.append(posted)
-        # Otherwise the device is busy with them until torch ends the process. Aborting may take
-        # long, so nobody waits.
+        # Without this, the device would be busy with them until torch ends the process. Aborting
+        # may take a long time, so nothing waits for it.
         abort = getattr(self._process_group, "abort", None)
         if abort:
             threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
@@ -592,5 +599,5 @@ class DeviceExchange(Exchange[_OnDevice]):
         ranks = [str(self._ranks[group]) for group in self._peers]
         if len(ranks) == 1:
             return Unanswered(self._peers[0], f"{reason} (rank {ranks[0]})")
-        # One call carries the messages of all groups, and it is over only when all of them are.
+        # One call carries the messages of all groups, and it is complete only when all of them are.
         return Unanswered(None, f"{reason} (of ranks {', '.join(ranks)})")

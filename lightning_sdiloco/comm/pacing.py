@@ -1,20 +1,21 @@
-"""Paces a rank's messages, so that messages sent together arrive together.
+"""Paces a rank's messages so that messages sent together arrive together.
 
-Its gain (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms,
-flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as their bytes take alone;
-without it 1.31, 1.54 and 1.45 times.
+The gain (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms,
+flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as the transfer of their bytes;
+without pacing, they take 1.31, 1.54 and 1.45 times as long.
 
 [Note: why pace] A mean waits for the slowest message. TCP shares a link fairly in the long run: of
-seven connections that send for a second, some get half of what others do, and after a pause all
-begin slowly and then overrun the queue of the link. So each connection sends at its share of what
-the link carries, and no faster, which the kernel sees to.
+seven connections that send for a second, some get half the bandwidth of others, and after a pause
+all start slowly and then overrun the queue of the link. So each connection is limited to its share
+of the bandwidth, which the kernel enforces.
 
-The bandwidth of the link is learned from message to message, as the kernel counts them. If packets
-had to queue or got lost, the next ones go slower, in proportion; otherwise they go faster, with
-growing steps. So a rate that is too low is soon given up, and links may change at any time.
+The bandwidth of the link is estimated after each message from the kernel's counters. If packets
+were queued or lost, the next messages are sent more slowly, in proportion; otherwise they are sent
+faster, in growing steps. So a rate that is too low is soon corrected, and links may change at any
+time.
 
-gloo has opened the connections in this process. They are found on Linux; elsewhere nothing is
-paced.
+gloo opens the connections in this process. They can be found on Linux only; on other systems,
+nothing is paced.
 """
 
 import os
@@ -31,36 +32,36 @@ from typing import NamedTuple
 
 _MAX_PACING_RATE = 47
 _UNLIMITED = 2**64 - 1
-# Bytes of the kernel's `struct tcp_info` up to what is read here (Linux 4.10), and where each
-# number stands.
+# The length of the part of the kernel's `struct tcp_info` that is read here (Linux 4.10), and the
+# position of each number.
 _INFO_BYTES = 176
 _FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
 _SHORTEST_S = 0.05
 _SHORTEST = 1 << 16
-"""Messages that take less time or have fewer bytes are not paced, and nothing is learned: a queue
-holds them all."""
+"""Messages that take less time or have fewer bytes are not paced, and nothing is learned from them:
+they fit into a queue."""
 
 _QUEUE_S = 0.015
 _QUEUE_SHARE = 0.03
 _LOST_SHARE = 0.005
-"""Too much: these seconds in queues, if they are that share of the time, or this many packets
-lost."""
+"""A rate is too high if packets spent this many seconds in queues and this share of the time, or if
+this many packets were lost."""
 
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""By what share a rate grows before and after it was too high, twice as much each time, and at
-most."""
+"""The share by which a rate grows before it was ever too high, the share afterwards, which doubles
+each time, and the maximum."""
 
 _MOST = 1.25
 _LEAST = 1.05
-"""A rate is at most this many times what connections delivered in the end, at least this many times
-what they sent."""
+"""A rate is at most this many times the rate at which connections delivered, and at least this many
+times the rate at which they sent."""
 
 _REMEMBERED = 8
-"""Packets that queue or get lost in each of this many last hops do so however fast messages
-leave."""
+"""If packets were queued or lost in each of this many last hops, the rate of sending is not the
+cause."""
 
 
 class Counters(NamedTuple):
@@ -74,10 +75,10 @@ class Counters(NamedTuple):
     on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns the counts since then, with the current round trips and speed."""
+        """Returns the counts since an earlier reading, with the current round trips and speed."""
         busy_s = self.busy_s - before.busy_s
         if not before.on_the_way:
-            # The first packet met an empty link.
+            # The first packet found an empty link.
             busy_s -= self.shortest_round_trip
         return self._replace(
             nbytes=self.nbytes - before.nbytes,
@@ -88,7 +89,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection of this process, of whatever origin."""
+    """A connection of this process, whichever library opened it."""
 
     descriptor: int
     inode: int
@@ -97,8 +98,8 @@ class Connection(NamedTuple):
     def of_process() -> "set[Connection]":
         connections = set[Connection]()
         descriptors = Path("/proc/self/fd")
-        # With a default timeout, looking at a socket would make it a non-blocking one, for its
-        # owner, too.
+        # With a default timeout, inspecting a socket would make it non-blocking for its owner as
+        # well.
         if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
             return connections
         for name in os.listdir(descriptors):
@@ -114,7 +115,7 @@ class Connection(NamedTuple):
             counted = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(counted) < _INFO_BYTES:
             raise OSError(
-                "This Linux is older than 4.10, and does not say how long a connection was busy."
+                "This Linux is older than 4.10 and does not report how long a connection was busy."
             )
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(counted)
         return Counters(
@@ -129,7 +130,9 @@ class Connection(NamedTuple):
         )
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Limits its rate; None: as fast as its congestion control allows."""
+        """Limits the rate of the connection; None means as fast as its congestion control
+        allows.
+        """
         rate = _UNLIMITED
         if bytes_per_s is not None:
             rate = max(1, int(bytes_per_s))
@@ -138,10 +141,10 @@ class Connection(NamedTuple):
 
     @contextmanager
     def _opened(self) -> Iterator[socket.socket]:
-        """Opens the socket, which remains its owner's."""
+        """Opens the socket, which its owner continues to own."""
         if os.fstat(self.descriptor).st_ino != self.inode:
-            raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
-        # With a family and a type, Python does not ask the kernel for them.
+            raise OSError(f"The connection of descriptor {self.descriptor} no longer exists.")
+        # Given a family and a type, Python does not query the kernel for them.
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.descriptor)
         try:
             yield opened
@@ -150,7 +153,7 @@ class Connection(NamedTuple):
 
 
 def _is_connection(descriptor: int) -> bool:
-    """Returns whether a socket is a TCP connection; raises an error if it has no other side."""
+    """Returns whether a socket is a TCP connection; raises an error if it is not connected."""
     with socket.socket(fileno=os.dup(descriptor)) as opened:
         opened.getpeername()
         is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)
@@ -184,8 +187,8 @@ class Pace:
     """Learns how fast a rank may send.
 
     Attributes:
-        bytes_per_s: Over all connections together; None: as fast as their congestion control
-            allows.
+        bytes_per_s: The rate of all connections together; None means as fast as their congestion
+            control allows.
     """
 
     def __init__(self) -> None:
@@ -194,21 +197,22 @@ class Pace:
         self._last: deque[Sent] = deque(maxlen=_REMEMBERED)
 
     def learn(self, sent: Sent) -> None:
-        """Takes in how messages got through that were paced at this rate."""
+        """Updates the rate, given how messages that were paced at it got through."""
         if sent.seconds < _SHORTEST_S:
             return
         queued_s = sent.queued_s
         lost = sent.lost
         self._last.append(sent)
         if len(self._last) == _REMEMBERED:
-            # The least that queued and got lost does so however fast messages leave.
+            # The minimum of queueing and loss does not depend on the rate of sending.
             queued_s -= min(hop.queued_s for hop in self._last)
             lost -= min(hop.lost for hop in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
             if too_fast:
-                # A first rate that is too high costs less than one too low: it is as if nothing
-                # were paced. After a loss connections may end at a fraction of their speed.
+                # A first rate that is too high costs less than one that is too low: messages then
+                # travel as if unpaced. After a loss, connections may end at a fraction of their
+                # speed.
                 self.bytes_per_s = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             return
         most = _MOST * sent.delivered
@@ -219,7 +223,7 @@ class Pace:
         else:
             factor = 1 + self._step
             self._step = min(2 * self._step, _LARGEST_STEP)
-            # A message that ends before its connections reach their speed says nothing against a
+            # A message that ends before its connections reach full speed is no evidence against a
             # higher rate.
             most = max(most, self.bytes_per_s)
         self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
@@ -238,20 +242,20 @@ class Pacing:
         self._lock = threading.Lock()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Learns from the last messages how fast the next ones may leave; call it before they
-        do.
+        """Sets the rate of the next messages from what the last ones showed. Call it before they
+        are sent.
         """
         nbytes = sum(sizes)
         if not self._connections or not nbytes:
             return
-        # If a connection is gone, the wait for its message says so.
+        # If a connection is gone, the wait for its message raises the error.
         with self._lock, suppress(OSError):
             if nbytes >= _SHORTEST:
                 self._learn()
             rate = self._pace.bytes_per_s
             limit = None
             if rate is not None and nbytes >= max(_SHORTEST, rate * _SHORTEST_S):
-                # The largest message ends when all others do.
+                # The largest message should end when all others do.
                 limit = rate * max(sizes) / nbytes
             if limit != self._limit:
                 for connection in self._connections:
@@ -263,7 +267,7 @@ class Pacing:
         before = self._before or counters
         self._before = counters
         since = [after.since(then) for then, after in zip(before, counters, strict=True)]
-        # Connections that carried less carried control vectors only, or no message.
+        # Connections that carried less had only control vectors, or no message.
         least = max(counters.nbytes for counters in since) / 4
         carriers = [counters for counters in since if counters.nbytes > least]
         if carriers:

@@ -1,5 +1,5 @@
-"""Which rank is in which worker group, and the process groups between them, as communicators and
-exchanges.
+"""The layout of ranks in worker groups, and the process groups within and between them, as
+communicators and exchanges.
 """
 
 import atexit
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 STAGES = 3
-"""Stages of a flight. Each has its own communicator among the ranks of the group."""
+"""The stages of a flight. Each has its own communicator among the ranks of the group."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Assigns the ranks of a world to worker groups: consecutive ranks form a group.
+    """Assigns the ranks of a world to worker groups, each of which consists of consecutive ranks.
 
     Examples:
         >>> layout = GroupLayout(world_size=4, worker_groups=2)
@@ -60,14 +60,14 @@ class GroupLayout:
 
     @property
     def group_size(self) -> int:
-        """Number of ranks in a group (G), which is also the number of shards of a fragment."""
+        """The number of ranks in a group (G), which is also the number of shards of a fragment."""
         return self.world_size // self.worker_groups
 
     def group_of(self, rank: int) -> int:
         return rank // self.group_size
 
     def group_rank_of(self, rank: int) -> int:
-        """Returns the number of a rank in its group, which is also the number of the shard that it
+        """Returns the index of a rank in its group, which is also the index of the shard that it
         exchanges.
         """
         return rank % self.group_size
@@ -86,7 +86,7 @@ class GroupLayout:
 
 
 def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
-    """Returns its argument, if it is a possible number of worker groups or ``"auto"``."""
+    """Returns its argument if that is a valid number of worker groups or ``"auto"``."""
     if isinstance(worker_groups, str) and worker_groups == "auto":
         return "auto"
     fault = "out of range"
@@ -103,7 +103,7 @@ def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
 
 
 def require_backend(backend: str | None) -> None:
-    """Refuses a backend of process groups that torch does not know, such as a misspelt one."""
+    """Refuses a process group backend that torch does not know, such as a misspelled one."""
     if backend is None:
         return
     # "cpu:gloo,cuda:nccl" names one for each kind of device.
@@ -124,37 +124,39 @@ def require_backend(backend: str | None) -> None:
 
 
 class SharedGloo:
-    """Makes process groups that share a device, as gloo calls the thread and the address of its
-    connections.
+    """Makes process groups that share a device, which is gloo's word for a thread and the address
+    of its connections.
 
-    gloo gives each process group a thread, which wakes up a hundred times a second whether or not
-    anything travels: with eight of them that is as much processor time as all flights of a large
-    model. So they share the default group's thread, unless they listen on another interface:
-    without that, flights of eight groups on two cores take 1.07 times as long, of two and four just
-    as long. A connection still belongs to one process group, so no message waits behind one of
-    another group.
+    gloo gives each process group a thread that wakes up a hundred times a second, even if nothing
+    is sent. Eight such threads use as much processor time as all flights of a large model. So
+    process groups share the thread of the default group, unless they listen on another interface.
+    Without sharing, flights of eight groups on two cores take 1.07 times as long; for two and four
+    groups there is no difference. A connection still belongs to one process group, so no message
+    waits behind one of another group.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
         self._devices: list[object] = []
         if like is not None:
-            with suppress(RuntimeError):  # there is no gloo in it
+            with suppress(RuntimeError):  # it has no gloo backend
                 self._devices = devices_of(like._get_backend(torch.device("cpu")))
         if not hasattr(dist.Backend, SHARED.upper()):
-            # The devices that gloo itself knows.
+            # gloo's own list of devices.
             dist.Backend.register_backend(
                 SHARED, SharedGloo._make, extended_api=True, devices=["cpu", "cuda"]
             )
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        """Makes a process group, as all ranks of the world must at the same time; see
+        """Makes a process group. All ranks of the world must call it at the same time; see
         ``dist.new_group``.
         """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
     @staticmethod
     def _make(place: "_DistributedBackendOptions", shared: "SharedGloo") -> "dist.ProcessGroupGloo":
-        """Makes a backend, as torch asks of a registered one, for a place among ranks."""
+        """Makes a backend for a rank's place among others; torch calls it for a registered
+        backend.
+        """
         gloo: Any = dist.ProcessGroupGloo
         if not shared._devices:
             backend = gloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
@@ -167,8 +169,8 @@ class SharedGloo:
 
 
 def devices_of(backend: object) -> list[object]:
-    """Returns the devices of a process group; none if torch does not report them: then each group
-    has its own.
+    """Returns the devices of a process group, or none if torch does not report them; each group
+    then has its own.
     """
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
@@ -178,28 +180,28 @@ def devices_of(backend: object) -> list[object]:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of a rank among the others, and all its connections: the only door to the network.
+    """The place of a rank among the others, and all of its connections.
 
     Attributes:
-        num_groups: Number of worker groups.
-        group_index: The number of this rank's group.
-        group_size: Number of ranks in a group.
-        group_rank: The number of this rank in its group.
+        num_groups: The number of worker groups.
+        group_index: The index of this rank's group.
+        group_size: The number of ranks in a group.
+        group_rank: The index of this rank in its group.
         world: All ranks.
-        peers: The ranks of all groups that exchange the same shard.
+        peers: The ranks that exchange the same shard, one in each group.
         in_group: The ranks of this group.
-        in_site: The same, over gloo, if this group is a site by itself.
+        in_site: The same, over gloo, if this group is a site of a federation.
         stages: The ranks of this group, once for each stage of a flight.
         control: Carries control vectors between groups.
-        progress: Carries the progress of groups between them.
+        progress: Carries reports of progress between groups.
         exchange: Carries outer gradients between groups.
-        second_hop: Carries means between groups, with two shots.
-        background: Makes the background in which flights run; None: the usual one.
-        engine: The number of the engine whose channels these are; 0 for those of no engine.
-        numbers: Numbers the engines of this process that share these ranks, in the order in which
-            they are made.
-        starts: By rank, digests of models whose ranks began with unlike values; engines that share
-            these ranks add to it.
+        second_hop: Carries means between groups in two-shot exchanges.
+        background: Makes the background in which flights run; None means the usual one.
+        engine: The number of the engine to which these channels belong; 0 if they belong to none.
+        numbers: Yields the numbers of the engines of this process that share these ranks, in the
+            order in which the engines are made.
+        starts: By rank, digests of models whose ranks began with different values; engines that
+            share these ranks add to it.
     """
 
     num_groups: int = 1
@@ -221,9 +223,10 @@ class Topology:
     starts: list[list[int]] = field(default_factory=list)
 
     def for_engine(self) -> "Topology":
-        """Returns the same ranks with channels that no other engine uses. All ranks must call it.
+        """Returns the same ranks with channels that no other engine uses. All ranks must call this.
 
-        No process group is made: engines share them, and their messages have different tags.
+        No process group is made: engines share process groups, and their messages have different
+        tags.
         """
         if self.exchange.open_channels is not None:
             is_in_use = self.world.all_gather_object(bool(self.exchange.open_channels))
@@ -286,9 +289,7 @@ class Topology:
         return self.ranks[self.group_rank]
 
     def is_stale(self) -> bool:
-        """Returns whether the default process group is no longer the one for which this was
-        made.
-        """
+        """Returns whether the default process group has been replaced since this was made."""
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod
@@ -298,7 +299,7 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None = None,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
-        """Makes the process groups of this rank, once for each layout. All ranks must call it."""
+        """Makes the process groups of this rank, once for each layout. All ranks must call this."""
         key = (layout, timeout, on_device)
         if key not in _topologies or _topologies[key].is_stale():
             _topologies[key] = Topology._make(layout, timeout, joining, on_device)
@@ -342,8 +343,8 @@ class _Inside(NamedTuple):
         ranks = layout.worker_group_ranks()
         backend = None
         if layout.group_size == 1 and world().is_on_host:
-            # A rank that is a group by itself has a process group for callers that ask for one, and
-            # sends nothing in it.
+            # A rank that forms a group on its own has a process group for callers that request one,
+            # but sends nothing in it.
             backend = gloo
         in_group = Communicator(_process_group(ranks, backend, timeout))
         in_site = in_group
@@ -352,8 +353,8 @@ class _Inside(NamedTuple):
         # A single rank needs no process group.
         stages = [Communicator() for _ in range(STAGES)]
         if layout.group_size > 1:
-            # Twice the bound of a flight: a rank whose exchange succeeded waits for one of its
-            # group whose exchange did not.
+            # Twice the time limit of a flight: a rank whose exchange succeeded waits for one of its
+            # group whose exchange failed.
             stages = [Communicator(_process_group(ranks, gloo, 2 * timeout)) for _ in stages]
         return _Inside(in_group, in_site, tuple(stages))
 
@@ -377,12 +378,12 @@ class _Between(NamedTuple):
     ) -> "_Between":
         entered: AbstractContextManager[None] = nullcontext()
         if joining:
-            # They listen on another interface than the process groups before.
+            # They listen on a different interface than the earlier process groups.
             entered = joining()
             gloo = SharedGloo()
         with entered:
             exchanges = _exchanges(layout, gloo, timeout, on_device)
-            # Peers that include all ranks need no process group besides the default one.
+            # If the peers are all ranks, the default process group is enough.
             peers = world()
             if layout.group_size > 1:
                 backend = gloo if peers.is_on_host else None
@@ -397,14 +398,14 @@ _topologies: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology]
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Gives gloo's threads a moment when the interpreter ends."""
+    """Gives gloo's threads a moment to finish when the interpreter exits."""
     atexit.register(time.sleep, 0.2)
 
 
 def mesh_of(
     layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta
 ) -> DeviceMesh:
-    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it."""
+    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call this."""
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
     if (shape, device, timeout) in _meshes:
         world_of_mesh, mesh = _meshes[shape, device, timeout]
@@ -439,7 +440,7 @@ def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
 
 
 def store() -> "Store | None":
-    """Returns the store of the default process group, in which a rank that fails leaves a message;
+    """Returns the store of the default process group, in which a failing rank leaves a message;
     None if there is no process group.
     """
     if not dist.is_initialized():
@@ -453,7 +454,7 @@ def _exchanges(
     timeout: timedelta,
     on_device: DeviceBackend | None,
 ) -> list[AnyExchange]:
-    """Returns exchanges for control vectors, progress, the first and the second hop."""
+    """Returns exchanges for control vectors, for progress, and for the first and second hop."""
     if layout.worker_groups == 1:
         return [InProcessExchange.connect(1)[0] for _ in range(4)]
 
@@ -472,10 +473,11 @@ def _exchanges(
     down = process_group(gloo)
     opened = Connection.of_process() - before
     if len(opened) != 2 * (layout.worker_groups - 1):
-        # They are not only gloo's, or gloo connects later: TCP then sends without a pace.
+        # Other libraries opened connections as well, or gloo connects later: messages are then
+        # unpaced.
         opened = set()
     pacing = Pacing(opened)
-    # The second hop uses the connections of the first: a connection is fastest just after a
+    # The second hop uses the connections of the first, because a connection is fastest just after a
     # message.
     hops = [DirectExchange(up, down, tag, pacing) for tag in range(2)]
     return [control, progress, *hops]
@@ -484,8 +486,8 @@ def _exchanges(
 def _process_group(
     all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Makes a process group of every list of ranks, as all ranks must, and returns the one of this
-    rank.
+    """Makes a process group of every list of ranks and returns the one of this rank. All ranks must
+    call this.
     """
     is_gloo = backend == "gloo" or isinstance(backend, SharedGloo)
     if backend is None:
@@ -505,8 +507,8 @@ def _process_group(
 
 @contextmanager
 def _unbound(is_gloo: bool) -> Iterator[None]:
-    """Keeps torch from splitting process groups of gloo off a default one that is bound to a
-    device, which gloo cannot do.
+    """Keeps torch from splitting gloo process groups off a default one that is bound to a device,
+    which gloo does not support.
     """
     if not is_gloo:
         yield

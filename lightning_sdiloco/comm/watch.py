@@ -1,6 +1,4 @@
-"""Watches for collectives over all ranks that code outside of this package issues while it
-trains.
-"""
+"""Watches for collectives over all ranks that code outside this package issues during training."""
 
 import logging
 
@@ -9,31 +7,32 @@ from lightning_sdiloco.comm.topology import Topology
 
 _log = logging.getLogger(__name__)
 
-# Fewer may be a model that looks at all data before it starts.
+# Fewer may come from a model that looks at all data before it starts.
 _IN_A_ROW = 3
 
 
 class WorldWatch:
-    """Warns once if user code issues collectives over all ranks, which are not replaced, in batch
-    after batch.
+    """Warns once if user code issues collectives over all ranks in batch after batch. The
+    collectives are not replaced.
 
     [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the
-    loss of a contrastive model, lets every worker group wait for the slowest one in every batch.
+    loss of a contrastive model, makes every worker group wait for the slowest one in every batch.
     Process groups count the collectives that begin in them. The owner of a watch begins and ends it
-    while neither the engine nor Lightning issues anything over all ranks, so all that is counted is
-    the user's: from the last hook before a training step to the first one after it, or from one
-    inner step to the next. Rank 0 watches.
+    around code in which neither the engine nor Lightning issues collectives over all ranks, so only
+    the user's are counted: from the last hook before a training step to the first one after it, or
+    from one inner step to the next. Only rank 0 watches.
 
     Args:
-        advice: The end of the warning: the steps that the user should take.
-        unit: The unit between beginning and end, for the warning.
+        advice: The end of the warning, which says what the user should do.
+        unit: The unit that the warning counts: the code between `begin` and `end`.
     """
 
     def __init__(self, advice: str, unit: str = "training batches") -> None:
         self._advice = advice
         self._unit = unit
         self._world = Communicator()
-        # The collectives over all ranks before the watch began; None while it does not watch.
+        # The number of collectives over all ranks when the watch began; None while it is not
+        # watching.
         self._before: int | None = None
         self._in_a_row = 0
         self._is_over = False

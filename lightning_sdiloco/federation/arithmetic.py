@@ -1,10 +1,10 @@
-"""A site's arithmetic: it encodes the outer gradient, and computes new outer parameters from the
+"""A site's arithmetic: it encodes outer gradients, and computes new outer parameters from the
 contributions that a record counts.
 
-It is the same as the fixed world's: the same compression, weights, mean and outer step, in the
-record's order. So a federation in which no site is ever late is bit-identical to the fixed world.
-For a last round, a site sends float32, and that round's record takes the plain mean, like the final
-exchange of a fixed world; see [Note: the last round].
+It is the same as in groups that are launched together: the same compression, weights, mean and
+outer step, in the record's order. So a federation in which no site is ever late is bit-identical to
+such groups. In the last round, sites send float32, and the record takes the plain mean, like the
+final exchange of fixed groups; see [Note: the last round].
 """
 
 import ctypes
@@ -81,13 +81,13 @@ class Stepped(NamedTuple):
     """The effect of a record on the outer parameters.
 
     Attributes:
-        before: Digest of the outer parameters before the record.
-        after: Digest of the outer parameters after the record.
+        before: The digest of the outer parameters before the record.
+        after: The digest of the outer parameters after the record.
         outer: The new outer parameters, gathered over the ranks.
-        moved: The values that the record added to them, gathered.
+        moved: The change that the record made to them, gathered.
         arrival: The arrival that lands, if this site has a flight in that round.
-        direction: The direction of this site's contribution relative to the others; None without
-            one.
+        direction: The direction of this site's contribution relative to the others; None without a
+            contribution.
     """
 
     before: int
@@ -119,16 +119,16 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True)
 class _Average:
-    """The mean of a record, with everything that went into it.
+    """The mean of a record and its inputs.
 
     Attributes:
-        values: The outer parameters that it moves.
+        values: The outer parameters to update.
         mean: The mean; the outer step overwrites it.
         norm: The norm of the mean, over all ranks.
         controls: The control vectors of the contributions, in the record's order.
         count: Which contributions count, and with which factors.
         sources: The payloads that were averaged.
-        span: The time it took.
+        span: The time that averaging took.
     """
 
     values: Tensor
@@ -155,8 +155,8 @@ class _Average:
 
 
 class SiteArithmetic:
-    """Encodes for a site, and applies records. Everything here runs in the background, and writes
-    to no record of a fragment.
+    """Encodes outer gradients of a site and applies records. Everything here runs in the background
+    and leaves the state of fragments unchanged.
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
@@ -180,8 +180,8 @@ class SiteArithmetic:
     # Line 7: the outer gradient becomes payloads
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
-        """Encodes the outer gradient of a launch. An exact payload leaves nothing out, and does not
-        change the memory of what earlier payloads left out.
+        """Encodes the outer gradient of a launch. An exact payload has no error and does not change
+        the memory of earlier errors.
         """
         fragment = self._fragments[launch.fragment]
         memory = fragment.load(fragment.memory)
@@ -202,11 +202,11 @@ class SiteArithmetic:
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
     def _described(self, launch: Launch, begun: Contribution, payload: Payload) -> Contribution:
-        """Completes a contribution with all ranks' payloads and the values by which the hub and the
-        sites judge it. In-group collective.
+        """Completes a contribution with all ranks' payloads and the values that the hub and the
+        sites use to judge it. In-group collective.
         """
         norm = norm_squared(launch.gradient)
-        # A non-finite norm does not decide, because it may overflow even if every value is finite.
+        # A non-finite norm is not decisive, because it may overflow even if every value is finite.
         is_finite = isfinite(norm) or bool(launch.gradient.isfinite().all())
         shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
         # A norm that overflows is reported as the largest number, for the guard.
@@ -320,7 +320,7 @@ class SiteArithmetic:
         mean_count = Count({0: 1.0}) if record.mean else count
         mean = self._mean(fragment.layout, sources, mean_count, values)
         span = span_from(began, values.device)
-        # The outer step overwrites the mean, so its norm is taken now.
+        # The outer step overwrites the mean, so its norm is computed now.
         norm = whole_norm(torch.linalg.vector_norm(mean), self._site)
         return _Average(values, mean, norm, controls, count, sources, span)
 
@@ -328,8 +328,8 @@ class SiteArithmetic:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Source]:
-        """Returns the payloads that this rank needs: the same rank's from a site with as many
-        ranks, and all payloads from any other site. In-group collective.
+        """Returns the payloads that this rank needs: only the same rank's from a site with the same
+        number of ranks, and all payloads from any other site. In-group collective.
         """
         sources = self._sources(record)
         for source, place, payload in fetched_by(self._rank, self._ranks, record):
@@ -406,8 +406,8 @@ class SiteArithmetic:
         read: Callable[[Tensor, Tensor], None],
         like: Tensor,
     ) -> Tensor:
-        """Returns the values that ``read`` finds for this rank's shard in differently
-        cut shards.
+        """Returns the values that ``read`` finds for this rank's shard in shards of different
+        sizes.
         """
         stretch = torch.zeros_like(like)
         position = 0
@@ -423,7 +423,7 @@ class SiteArithmetic:
             position += length
         return stretch
 
-    # Untrained state, which travels after rank 0's values
+    # Untrained state, which follows rank 0's values in the payload
 
     def _untrained(
         self,
@@ -453,7 +453,7 @@ class SiteArithmetic:
         of_sites = dict[str, Tensor]()
         for index in indices[len(travelling) :]:
             place = state.own.places[index - travels]
-            # A site whose ranks share a tensor keeps its own.
+            # A site whose ranks share a tensor keeps its own values.
             if not is_sharded(place.tensor):
                 of_sites[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
         return arrived_state._replace(own=of_sites)
@@ -465,7 +465,9 @@ class SiteArithmetic:
         sent: Mapping[int, dict[str, Tensor]],
         encoded: Encoded | None,
     ) -> Arrived:
-        """Agrees on travelling tensors at rank 0, which has the sent bytes. In-group collective."""
+        """Agrees on the tensors that travel at rank 0, which has the sent bytes. In-group
+        collective.
+        """
         state = fragment.untrained
         nbytes = arrived_bytes(state, travelling)
         flat = torch.empty(nbytes, dtype=torch.uint8, device=fragment.storage.device)
@@ -489,7 +491,8 @@ class SiteArithmetic:
             if contribution.site in without_buffers:
                 continue
             for index, values in self._changed_by(fragment, source).items():
-                # Tensors that sites keep are theirs until all sites have sent them.
+                # Sites use their own values of tensors that they keep until all sites have sent
+                # theirs.
                 if index < travels or record.final:
                     flat = torch.frombuffer(bytearray(values), dtype=torch.uint8)
                     senders = sent.setdefault(index, {})
@@ -517,7 +520,7 @@ class SiteArithmetic:
 
 
 def weighing_of(settings: Settings) -> Weighing:
-    """Returns how contributions count among those that passed the hub's guard; it has no state."""
+    """Returns the weighing of contributions that passed the hub's guard; it has no state."""
     return settings.weighing or Aggregation(settings.outer.clip_norm)
 
 
@@ -529,7 +532,7 @@ def landed_rows(
     rule: LandingRule,
     ranks: Communicator,
 ) -> list[Tensor]:
-    """Returns the values that a landing rule requests of a launch and of the outer parameters
+    """Returns the values that a landing rule requests from a launch and from the outer parameters
     ``after`` it, given ``gathered``. In-group collective.
     """
     rows = []
@@ -552,7 +555,7 @@ def _control_of(contribution: Contribution) -> Control:
 
 
 def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
-    """Returns a fragment's record after a landing."""
+    """Returns a fragment's state after a landing."""
     memory = None
     tuning = None
     if encoded is not None:
@@ -604,12 +607,12 @@ def to_bytes(values: Tensor) -> bytes:
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
-# Values for the self-test: not a multiple of a block, so that padding is also tested.
+# The number of values in the self-test: not a multiple of a block, so that padding is also tested.
 _TESTED = 4099
 
 
 def _tested_values(seed: int) -> Tensor:
-    # Not random numbers, because torch's differ between processors.
+    # These are not random numbers, because torch's differ between processors.
     numbers = torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001
     return numbers.to(torch.float32) / 997
 

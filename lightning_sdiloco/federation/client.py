@@ -1,5 +1,5 @@
 """A site's connections to its hub: over gRPC, where calls fail quickly if the hub is gone and
-reconnect when it returns, and in memory.
+reconnect when it is back, and in memory.
 """
 
 import itertools
@@ -47,24 +47,24 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-# Bytes per second below which a blob is eventually given up: half of 1 Mbit/s.
+# The bytes per second below which a blob is eventually given up: half of 1 Mbit/s.
 LEAST_RATE = 64 << 10
 PATIENCE = 30.0  # seconds without progress after which a connection is given up
 _SILENT_HEARTBEATS = 4  # missed hub heartbeats after which the hub counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a recovered link is noticed at the next attempt
 _PAUSE = 0.2  # seconds before a blob is retried, doubled each time nothing moved
 _STUCK = 4
-# Seconds that a call may take if it must first connect.
+# The seconds that a call may take if it must first connect.
 _CONNECTING = LONGEST_CONNECTING_MS / 1000 + 8.0
 LIMIT_OF_DISTANCE = "is the round trip to the hub longer than 6 s? that is the limit"
 _THREADS = 128
 
-# The bandwidth to a hub is measured with pings: this many at a time on a connection, of this many
-# bytes each, until it is busy.
+# The bandwidth to a hub is measured with pings: this many concurrent pings on a connection, of this
+# many bytes each, until the connection is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
-_NOISE = random.Random(0).randbytes(CHUNK)  # nothing in between can compress it
+_NOISE = random.Random(0).randbytes(CHUNK)  # no device on the way can compress it
 
 if TYPE_CHECKING:
     from lightning_sdiloco.federation.coordinator import Coordinator
@@ -79,7 +79,7 @@ AnyLink = Any
 
 
 class EventListener(Protocol):
-    """The connection that receives a site's events, with its messages to the hub."""
+    """A connection that receives a site's events and provides its messages to the hub."""
 
     hello_header: Header
     heartbeat_header: Header
@@ -100,12 +100,12 @@ class HubInMemory(Protocol):
 
 
 class _Attempt:
-    """One attempt to transfer a blob, in parts that several threads transfer.
+    """One attempt to transfer a blob in parts, with several threads.
 
     Attributes:
-        timeout: The most seconds that it may take.
-        calls: Its calls, which are cancelled when it ends.
-        progress: Grows whenever bytes have moved.
+        timeout: The seconds that the attempt may take.
+        calls: The calls of the attempt, which are cancelled when it ends.
+        progress: A counter that grows whenever bytes are transferred.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -135,7 +135,9 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """Connects to a hub: one connection for calls and events, and several for the parts of blobs."""
+    """Connects to a hub, with one connection for calls and events and several for parts of
+    blobs.
+    """
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class HubClient:
         keys: str | Path | None = None,
         insecure: bool = False,
         role: Role = "site",
-        channels: int = 8,  # with packet loss, they carry five times as much as one connection
+        channels: int = 8,  # with packet loss, eight carry five times as much as one connection
         timeout: float = 10.0,
         heartbeat: float = 1.0,
         incarnation: str = "",
@@ -174,7 +176,7 @@ class HubClient:
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
         self.away: str | None = None  # why the hub counts as gone
-        self._epoch = 0  # the latest epoch of a hub of this run
+        self._epoch = 0  # the latest epoch seen in this run
         self._listening = False
         self._listener: threading.Thread | None = None
         self._closed = threading.Event()
@@ -206,7 +208,9 @@ class HubClient:
         return self._from_any(lambda: self._fetched(key, size))
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
-        """Fetches blobs in one stream, which costs the hub about as much as a single blob."""
+        """Fetches several blobs in one stream, which costs the hub about as much as a single
+        blob.
+        """
         size = sum(payload.size for payload in wanted)
         keys = b"".join(bytes.fromhex(payload.key) for payload in wanted)
         message = pack(self._header(), keys)
@@ -225,7 +229,7 @@ class HubClient:
         return blobs
 
     def _joined(self, message: bytes, size: int) -> bytearray:
-        """Returns a stream of blobs with ``size`` bytes in all."""
+        """Returns a stream of blobs with ``size`` bytes in total."""
         self.require()
         channel = random.choice(self._channels[1:])
         stream = bytearray()
@@ -234,7 +238,7 @@ class HubClient:
             for piece in get(message, PATIENCE + size / LEAST_RATE):
                 stream += piece
                 if len(stream) > size:
-                    raise Malformed("the hub sends more than was asked for.")
+                    raise Malformed("the hub sent more than was requested.")
         except Exception as error:
             raise self._error(error) from error
         if len(stream) < size:
@@ -266,7 +270,7 @@ class HubClient:
                     kind = type(error).__name__
                 if self._closed.is_set():
                     return
-                # Calls that wait for the hub end at once, and connections are made again; but a hub
+                # Calls that wait for the hub end at once, and connections are made again. A hub
                 # that merely lacks something is still reachable.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
@@ -276,12 +280,12 @@ class HubClient:
                 failures = min(failures + 1, 10)
         finally:
             self._listening = False
-            # Otherwise nothing would notice that the hub is back.
+            # Otherwise, nothing would notice that the hub is back.
             self.away = None
 
     def round_trip(self) -> float:
-        """Returns how many seconds a small call takes: the median of several calls, by this end's
-        clock.
+        """Returns the seconds that a small call takes: the median of several calls, measured
+        here.
         """
         message = pack(self._header() | {"call": "ping"})
         seconds = []
@@ -308,7 +312,7 @@ class HubClient:
 
     def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
         """Pings over all connections, with several concurrent pings on each, until a time or a
-        number of bytes; returns the bits per second.
+        number of bytes is reached; returns the bits per second.
         """
         message = self._ping(size if up else 0, 0 if up else size)
         moments = list[float]()
@@ -323,7 +327,7 @@ class HubClient:
         began = time.perf_counter()
         tasks = [partial(ping, channel) for channel in self._channels[1:] * at_once]
         _raise_first(self._at_once(tasks, moments.__len__))
-        # A connection starts slowly, so only the second half of the time is measured.
+        # Connections start slowly, so only the second half of the time is measured.
         middle = (began + max(moments)) / 2
         answers = sum(moment > middle for moment in moments)
         return 8 * size * answers / max(max(moments) - middle, 1e-9)
@@ -334,7 +338,7 @@ class HubClient:
 
     # The transport of a connection
 
-    sends_bytes_per_s = 0.0  # a connection measures it
+    sends_bytes_per_s = 0.0  # set by the connection, which measures it
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: EventListener) -> None:
@@ -397,8 +401,8 @@ class HubClient:
         def remaining(parts: _Parts) -> _Parts | None:
             if any(answer.get("stored") is True for answer in answers):
                 return None
-            # A call without a part asks which parts have arrived; while other parts are in transit,
-            # the answers are of no use.
+            # A call without a part asks which parts have arrived. While other parts are in transit,
+            # the answers are useless.
             missing = answers[-1].get("missing") if answers and parts == [[0, 0]] else []
             answers.clear()
             return _checked_parts(missing, len(blob))
@@ -433,7 +437,7 @@ class HubClient:
             for piece in call:
                 end = part[0] + len(piece)
                 if end > part[1]:
-                    raise Malformed("the hub sends more than was asked for.")
+                    raise Malformed("the hub sent more than was requested.")
                 blob[part[0] : end] = piece
                 part[0] = end
                 attempt.progress += 1
@@ -460,8 +464,8 @@ class HubClient:
         move: Callable[[_Attempt, Channel, list[int]], None],
         remaining: Callable[[_Parts], _Parts | None],
     ) -> None:
-        """Transfers a blob's parts over all connections, and retries the missing parts if all
-        errors are network errors.
+        """Transfers a blob's parts over all connections, and retries missing parts if all errors
+        are network errors.
         """
         deadline = time.monotonic() + PATIENCE + size / LEAST_RATE
         has_moved = False
@@ -479,8 +483,8 @@ class HubClient:
             for error in errors:
                 if not isinstance(error, HubUnreachable):
                     raise error
-            # After a working connection broke, the next one is made within seconds, or the hub
-            # is gone.
+            # After a working connection breaks, the next one is made within seconds, or the hub is
+            # gone.
             has_moved = has_moved or attempt.progress > 0
             stuck = 0 if attempt.progress else stuck + 1
             if errors and (not has_moved or stuck > _STUCK):
@@ -546,7 +550,7 @@ class HubClient:
         return header
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Tries each address until one answers; while `events` runs, it knows the hub's address."""
+        """Tries each address until one answers. While `events` runs, the hub's address is known."""
         for _ in self._hubs[1:]:
             try:
                 return ask()
@@ -567,7 +571,7 @@ class HubClient:
             raise self._error(error) from error
 
     def _unpacked(self, message: bytes) -> tuple[Header, bytes]:
-        """Returns an answer's header and body; the answer must not be from an earlier hub."""
+        """Returns an answer's header and body. The answer must not be from an earlier hub."""
         header, body = unpack(message)
         epoch = header.pop("epoch", 0)
         # Hubs of earlier versions have no epoch.
@@ -642,7 +646,8 @@ class HubClient:
         over = threading.Event()
         lock = threading.Lock()
         patience = min(self._timeout, patience)
-        # When the hub fell silent; None while its last message is being handled.
+        # The time since which the hub has been silent; None while its last message is being
+        # handled.
         silent_since: float | None = None
 
         def is_silent() -> bool:
@@ -651,7 +656,7 @@ class HubClient:
         def requests() -> Iterator[bytes]:
             nonlocal silent_since
             yield pack(self._header(hello))
-            # gRPC takes the next message when this one has left. gRPC also decides how long
+            # gRPC requests the next message once this one is sent. It also decides how long
             # connecting may take.
             with lock:
                 silent_since = silent_since and time.monotonic()
@@ -691,8 +696,8 @@ def _raise_first(errors: Sequence[Failure]) -> None:
 
 
 class _Way:
-    """One direction of a link, on which messages arrive in order; without a link, they arrive at
-    once.
+    """One direction of a link, on which messages arrive in order; without a link, they arrive
+    immediately.
     """
 
     def __init__(self, link: AnyLink, delay: float = 0.0) -> None:
@@ -701,12 +706,14 @@ class _Way:
         self._free_at = 0.0
 
     def carry(self, nbytes: int, arrive: Callable[[], Answer]) -> Answer | None:
-        """Calls ``arrive`` when this many bytes have arrived; returns its result if that is now."""
+        """Calls ``arrive`` once this many bytes have arrived; returns its result if they arrive
+        immediately.
+        """
         if self._link is None:
             return arrive()
 
         def try_to_arrive() -> None:
-            # It is resent when the site is back.
+            # The message is resent when the site is back.
             with suppress(HubError, Refused):
                 arrive()
 
@@ -729,8 +736,8 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's connection to a hub in this process: nothing is lost, and nothing is late except
-    over a link.
+    """A site's connection to a hub in this process. Nothing is lost, and messages are delayed only
+    by a link.
     """
 
     def __init__(
@@ -747,7 +754,7 @@ class InProcessClient:
         self._peer = Peer("site", site, self.incarnation)
         self._up = _Way(link, link.delay if link else 0.0)
         self._down = _Way(link)
-        # `listen` sets it before any message is sent.
+        # `listen` sets this before any message is sent.
         self._connection: EventListener
         self._is_over = False
 
@@ -766,7 +773,7 @@ class InProcessClient:
                 self._connect()
             return {}, b""
         if name in ("contribute", "give"):
-            # They name payloads and states, and so arrive after them.
+            # These calls name payloads and states, so they arrive after them.
             return self._up.carry(0, arrives) or ({}, b"")
         return arrives()
 
@@ -792,7 +799,7 @@ class InProcessClient:
         return _Inline()
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Does not wait: messages that could not be sent are sent after the next hello."""
+        """Does not wait, because unsent messages are sent after the next hello."""
         return False
 
     def listen(self, connection: EventListener) -> None:
@@ -815,11 +822,11 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: AnyLink, interval: float) -> None:
-        """Sends heartbeats at intervals, as a site's network threads do while it trains."""
+        """Sends heartbeats at intervals, like the network threads of a site that trains."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
-            # A refused site learns it at its next step.
+            # A refused site learns of the refusal at its next step.
             with suppress(HubError, Refused):
                 self._hub.coordinator.heartbeat(self._peer, self._connection.heartbeat_header)
         self._hub.coordinator.tick()
@@ -829,7 +836,7 @@ class InProcessClient:
         nbytes = 0
         hub_event = read_event(event)
         if isinstance(hub_event, Recorded):
-            # A site has its own payloads.
+            # A site already has its own payloads.
             contribution = hub_event.record.of(self.identity.name)
             sent = contribution.payloads if contribution else ()
             for payloads in hub_event.record.sources:
@@ -839,7 +846,7 @@ class InProcessClient:
         self._down.carry(nbytes, partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Sends a heartbeat, and lets the hub do its due work."""
+        """Sends a heartbeat, and lets the hub do work that is due."""
         if not self.is_connected:
             return
         try:

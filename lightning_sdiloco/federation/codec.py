@@ -1,14 +1,14 @@
-"""One codec for everything that sites and hub write: a message is a frozen dataclass, and its text
-is read strictly.
+"""The codec for everything that sites and the hub write: a message is a frozen dataclass, and its
+text is read strictly.
 
-[Note: read strictly] Text from the network or a disk is checked before it is used: its size first,
-then every field by its type hint, and by the second part of an `Annotated`. ``int`` takes whole
-numbers from 0 that fit into 64 bits, or those of a `range`; ``float`` finite numbers of at least 0;
-``str`` up to 4,096 characters, or another number of them, or only a match of a pattern;
-``tuple[X, ...]`` as many items as a number or a `range` allows; a named tuple is a list of its
-fields, and a dataclass an object of them, which checks itself with ``__post_init__``. A field that
-is unknown, missing or given twice is refused by its name. Bytes are not JSON: only messages between
-the ranks of one site contain them.
+[Note: read strictly] Text from the network or a disk is checked before it is used: first its size,
+then every field according to its type hint and the second part of an `Annotated`. ``int`` accepts
+whole numbers from 0 that fit into 64 bits, or those in a `range`. ``float`` accepts finite numbers
+of at least 0. ``str`` accepts up to 4,096 characters, another number of them, or only matches of a
+pattern. ``tuple[X, ...]`` accepts as many items as a number or a `range` allows. A named tuple is a
+list of its fields; a dataclass is an object of its fields and checks itself in ``__post_init__``. A
+field that is unknown, missing or duplicated is refused by name. Bytes are not valid JSON; only
+messages between the ranks of one site contain them.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from typing import (
 
 from lightning_sdiloco.errors import Malformed
 
-# Names of sites and runs, which are part of certificates and paths.
+# The names of sites and runs, which are part of certificates and paths.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 CLASS_PATH = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*\.)+[A-Za-z_][A-Za-z0-9_]*")
 INCARNATION = re.compile(r"[0-9a-f]{16}")
@@ -53,7 +53,8 @@ Index = Annotated[int, range(MOST_FRAGMENTS)]
 Positive = Annotated[int, range(1, 2**63)]
 
 RoundNumber = NewType("RoundNumber", int)
-"""A round of a fragment, from 1; 0 is before the first. No fragment or step stands for it."""
+"""The number of a round of a fragment, from 1; 0 is before the first round. It is never a fragment
+or a step."""
 
 Round = Annotated[RoundNumber, range(1, 2**63)]
 Digest = Annotated[int, range(-(2**63), 2**63)]
@@ -62,18 +63,19 @@ AnyMessage = TypeVar("AnyMessage", bound="Message")
 Default = TypeVar("Default")
 
 Json = Any
-"""A value of JSON of any form."""
+"""A JSON value of any form."""
 
 Hint: TypeAlias = Any
-"""A type hint, for which `typing` has no type."""
+"""A type hint; `typing` has no type for these."""
 
 
 class Message:
-    """Writes and reads itself: the base of all dataclasses with their own text.
+    """The base class of all dataclasses that have their own text form.
 
     Attributes:
-        most_bytes: The largest text: a message names payloads, it does not hold them.
-        sealed: True if the text holds its own key, so that no bit of it changes unnoticed.
+        most_bytes: The size of the largest text. A message names payloads but does not contain
+            them.
+        sealed: True if the text contains its own key, so that every changed bit is noticed.
     """
 
     most_bytes: ClassVar[int] = 128 << 10
@@ -81,7 +83,7 @@ class Message:
 
     @cached_property
     def seal(self) -> str:
-        """The key that the text of a sealed message holds."""
+        """The key that the text of a sealed message contains."""
         return key_of(encoded(plain(self)))
 
     def to_bytes(self) -> bytes:
@@ -104,7 +106,9 @@ class Message:
 
 
 def absent_if_empty(default: Default) -> Default:
-    """A field that a text lacks if it is empty: it is newer than some ledgers."""
+    """A field that is omitted from the text if it is empty, because it is newer than some
+    ledgers.
+    """
     return field(default=default, metadata={"absent_if_empty": True})
 
 
@@ -116,7 +120,7 @@ def key_of(blob: Bytes) -> str:
 
 
 def encoded(value: object) -> bytes:
-    """Returns the one text of a value of JSON: equal values have equal bytes."""
+    """Returns the canonical text of a JSON value: equal values have equal bytes."""
     return _ENCODER.encode(value).encode()
 
 
@@ -190,13 +194,15 @@ def _no_number(constant: str) -> NoReturn:
 
 
 def read(hint: Hint, value: object, name: str) -> Any:
-    """Returns a value of JSON as the type that a hint names; see [Note: read strictly]."""
+    """Returns a JSON value as the type that a hint names; see [Note: read strictly]."""
     return _reader(hint)(value, name)
 
 
 @cache
 def _reader(hint: Hint) -> _Reader:
-    """Returns the function that reads what a hint names: a text has many values of a few types."""
+    """Returns the function that reads values of a type hint; it is cached, as a text has many
+    values of few types.
+    """
     limit = None
     form: Hint = get_origin(hint)
     if form is Annotated:
@@ -295,7 +301,7 @@ def _read_union(arguments: _Hints, value: object, name: str) -> object:
     if value is None and NoneType in arguments:
         return None
     kinds = [kind for kind in arguments if kind is not NoneType]
-    # Of two types, only one is written as an object.
+    # Only one of the two types is written as an object.
     for kind in kinds:
         if is_dataclass(kind) == isinstance(value, dict):
             return read(kind, value, name)

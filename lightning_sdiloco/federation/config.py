@@ -1,4 +1,4 @@
-"""A user's settings for a federation: its hub, its founding terms, and how a site joins it."""
+"""A user's settings for a federation: its hub, its founding terms, and how a site joins."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -37,49 +37,50 @@ from lightning_sdiloco.version import VERSION
 
 _log = logging.getLogger(__name__)
 
-_CHANNELS = 8  # connections of a site over which payloads travel; its ranks share them
+_CHANNELS = 8  # connections of a site for payloads, shared by its ranks
 
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation in which this site trains: hosts, or separately launched jobs, that join
-    through a hub.
+    """The federation in which this site trains. Its sites are hosts or separately launched jobs
+    that meet at a hub.
 
     Args:
         run: The name of the run.
-        hub: Address and port of the hub; several, as in "a:29400,b:29400", if it may be restarted
-            elsewhere. None: the hub starts itself on the first host that the launcher names.
+        hub: The address and port of the hub, or several, as in "a:29400,b:29400", if it may be
+            restarted elsewhere. None: the hub starts itself on the launcher's first host.
         site: The name of this site. None, if the hub starts itself: the name of this host.
         keys: The site's bundle of keys, or the folder made by ``sdiloco keys init``. None, if the
-            hub starts itself: keys in the hub's folder, which all hosts must see.
-        insecure: Connect without TLS, to a hub that also runs without TLS, instead of using
-            ``keys``.
-        lease: Seconds that a round waits for a site that sends no heartbeat.
-        grace: Seconds that a round remains open after its first contribution; training waits for a
-            landing for at most one second less. ``"auto"``: ten seconds, and training never waits.
-        quorum: The fewest sites that a round needs; it waits for the others until the grace is
-            over. Alternatively, a `Quorum`, such as `DynamicBackup`, that decides which sites to
+            hub starts itself: keys in the hub's folder, which all hosts must be able to
+            read.
+        insecure: Whether to connect without TLS and ``keys``, to a hub that also runs without TLS.
+        lease: The seconds that a round waits for a site whose heartbeats have stopped.
+        grace: The seconds that a round remains open after its first contribution. Training waits
+            for a landing for at most one second less. ``"auto"``: ten seconds, and training never
+            waits.
+        quorum: The minimum number of sites in a round, which waits for the others until the grace
+            is over. Alternatively, a `Quorum`, such as `DynamicBackup`, that decides which sites to
             wait for.
-        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it
-            never counts, and local and outer parameters are mixed as usual; if the next one is also
-            late, it is carried. ``"carry"``: it remains in the local parameters and counts in a
-            later round. Each site chooses for itself.
-        patience: Seconds that the site waits for the hub before training, or trains without it,
-            before giving up.
-        rounds: Number of rounds of every fragment after which the run ends; None: it ends when its
-            sites do.
+        late: The treatment of contributions that arrive after their round has closed. ``"drop"``:
+            the contribution never counts, and local and outer parameters are mixed as usual; if the
+            next one is also late, it is carried. ``"carry"``: it remains in the local parameters
+            and counts in a later round. Each site may choose differently.
+        patience: The seconds for which the site waits for the hub before training, or trains
+            without it, before it gives up.
+        rounds: The number of rounds of every fragment after which the run ends. None: it ends when
+            its sites do.
         mean: Where contributions are averaged. ``"sites"``: at each site. ``"hub"``: at the hub,
-            which sends all sites the same mean, encoded once more, so a site fetches the same
-            amount however many sites there are.
-        sites: The number of hosts that found the run, if the hub starts itself; with a ``hub``, it
-            does so at that address. None: the number that the launcher gives, or, with a ``hub``,
-            an operator has started the hub.
-        folder: The folder for the ledger, payloads and keys of a hub that starts itself. None:
-            ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
+            which encodes the mean again and sends it to all sites, so that what a site fetches does
+            not grow with the number of sites.
+        sites: The number of hosts that found the run. If it is given together with a ``hub``, the
+            hub starts itself at that address. None: the number that the launcher provides,
+            or, with a ``hub``, an operator has started the hub.
+        folder: The folder for the ledger, payloads and keys of a hub that starts itself.
+            None: ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
 
     Raises:
         ValueError: If an argument is out of range, a hub has no port, or the keys are missing or
-            another site's. The message names the argument.
+            belong to another site. The message names the argument.
 
     Examples:
         >>> Federation(run="llm", hub="a.example:29400", site="site b", keys="site-b.bundle")
@@ -148,7 +149,7 @@ class Federation:
 
     def _require_keys(self) -> None:
         bundle = bundle_of(str(self.hub), str(self.site), self.keys, self.insecure)
-        # A folder of keys is bound to the run that connects, not now.
+        # A folder of keys is bound to a run when the site connects, not here.
         if bundle is not None and bundle.folder is None:
             bundle.bound(self.run)
 
@@ -181,8 +182,8 @@ class Federation:
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def located(self) -> "Federation":
-        """Returns it with the hub's address, the number of sites and the name of this one, as the
-        launcher of this host gives them, if the hub starts itself.
+        """Returns the federation; if the hub starts itself, with the hub's address, the
+        number of sites and this site's name from the launcher.
         """
         if not self.starts_hub:
             return self
@@ -254,8 +255,8 @@ class Federation:
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins: brings the run config of this site, and begins to follow the records. The engine
-        calls it.
+        """Joins the run: presents this site's run config and starts to follow records. The engine
+        calls this.
         """
         self.check(rounds.settings)
         if topology.num_groups > 1:
@@ -301,7 +302,9 @@ class Federation:
         )
 
     def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
-        """Returns the hub that starts itself, with keys for this site; None if it does not."""
+        """Returns the hub that starts itself, with keys for this site; None if there is
+        none.
+        """
         if not self.starts_hub:
             return None
         site = str(self.site)
@@ -317,7 +320,7 @@ class Federation:
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
         """Returns this site's run config with the founding terms in place of its amendable ones, if
-        those are the current ones: a site may give either.
+        these match the current terms: a site may give either.
         """
         if self.grace == "auto":
             ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
@@ -329,7 +332,7 @@ class Federation:
 
 
 def _has_memory(weighing: Weighing | None) -> bool:
-    """Returns whether a weighing decides by what it has heard in earlier rounds."""
+    """Returns whether a weighing depends on earlier rounds."""
     if weighing is None:
         return False
     kind = type(weighing)
@@ -343,8 +346,8 @@ def _is_sharded(fragment: FragmentState) -> bool:
 def described_parameters(
     fragment: FragmentState, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yields name, shape and dtype of the parameters of a fragment, and the matrices that the outer
-    step sees in them.
+    """Yields the name, shape and dtype of each parameter of a fragment, and the matrices into which
+    the outer step divides it.
     """
     for name in fragment.layout.names:
         # `RunConfig.sizes` reads the shape.
@@ -356,7 +359,7 @@ def described_parameters(
 
 
 def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
-    """Yields name, shape, dtype and kind of all tensors that are no trainable parameters."""
+    """Yields the name, shape, dtype and kind of all tensors that are not trainable parameters."""
     for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
         size = outer.numel() * outer.element_size()
         # `RunConfig.sizes` reads this.
@@ -383,7 +386,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     )
     described = {**settings.fixed_by_a_checkpoint(), **fragmented_model.outer_optimizer.described}
     if settings.dense_beginning is None:
-        # The setting is newer than some run configs.
+        # This setting is newer than some run configs.
         del described["dense_beginning"]
     parameters = trainable(fragmented_model.model)
     fragments = []
@@ -396,7 +399,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         fragments.append(tuple(described_fragment))
         lengths: tuple[int, ...] = ()
         if isinstance(fragment.layout, ShardedLayout):
-            # Here the ranks must be the same everywhere.
+            # Here, all sites must have the same number of ranks.
             lengths = tuple(fragment.layout.lengths)
         shards.append(lengths)
     return RunConfig(

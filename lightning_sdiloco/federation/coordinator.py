@@ -1,16 +1,15 @@
-"""The coordinator: a run at its hub. It asks the rules, makes their decisions durable, then informs
-the sites.
+"""The coordinator of a run, at the hub. It applies the rules, makes the decisions durable, and then
+informs the sites.
 
-Every call comes with a `Peer`, whose right to make it has been checked before.
+Every call comes with a `Peer`, whose right to make the call has already been checked.
 
-[Note: what lies where] Records and notes lie in a journal, which takes several of them at once or
-none. Payloads and states are blobs in a store. A blob is durable before a record or a note names
-it. It is dropped when none does, no message that names it can be on its way (`UnnamedBlobs`), and
-no site that is there fetches it.
+[Note: where data is kept] Records and notes are kept in a journal, which writes several of them
+atomically. Payloads and states are blobs in a store. A blob is durable before a record or a note
+names it. It is dropped when no record or note names it any longer, no message that names it can be
+on its way (`UnnamedBlobs`), and no connected site is fetching it.
 
-[Note: one at a time] All changes of a run happen under one lock; blobs are transferred without it.
-See [Note: durable before visible] in `federation/ledger.py` for the order, which every method here
-keeps.
+[Note: one at a time] All changes to a run happen under one lock; blobs are transferred without it.
+Every method here follows the order in [Note: durable before visible] in `federation/ledger.py`.
 """
 
 import itertools
@@ -65,7 +64,7 @@ from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Mis
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
-_MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
+_MOST_BEGUN = 128  # blobs of a site whose start times are remembered
 
 _TERMS = {
     name: hint
@@ -78,9 +77,9 @@ Status = dict[str, Json]
 
 @dataclass
 class SiteStatistics:
-    """Numbers of a site, for `Coordinator.status`. ``began``: when each blob began to arrive;
-    ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against``: those of its last
-    heartbeat.
+    """The statistics of a site, for `Coordinator.status`. ``began`` has the time at which each blob
+    began to arrive; ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against`` are
+    from the last heartbeat.
     """
 
     heard_at: float = 0.0
@@ -131,7 +130,7 @@ class Coordinator:
         self.journal = journal
         self.store = store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
-        # Why rounds cannot close; None if they can.
+        # The reason why rounds cannot close; None if they can.
         self.trouble: str | None = None
         self._clock = clock
         self._find_quorum = find_quorum
@@ -145,13 +144,13 @@ class Coordinator:
         is_new = self.run_config is None
         self.room = Room(journal, store, self._states, clock, self._lock, is_new)
         self._ledger = self._opened() if self.run_config else None
-        # By fragment and site: contributions whose payloads are still arriving, with the
-        # incarnation that sends them.
+        # By fragment and site: contributions whose payloads are still arriving, and the incarnation
+        # that sends them.
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
-        # When the sites hear again of what keeps rounds open.
+        # The time at which the sites are informed again of what keeps rounds open.
         self._remind_at = -math.inf
         self._call_at = clock()
-        # By fragment: the last call that was announced.
+        # By fragment: the last announced call.
         self._called: dict[int, Call] = {}
         self._averaging = threading.Lock()
         self.backup_folder: Path | None = None
@@ -159,7 +158,7 @@ class Coordinator:
     # Durable state
 
     def _opened(self) -> Ledger:
-        """Returns the ledger as the journal holds it."""
+        """Returns the ledger, read from the journal."""
         assert self.run_config is not None, "the run has been founded"
         terms = self.terms
         notes = self.journal.notes
@@ -183,13 +182,13 @@ class Coordinator:
 
     @property
     def _base(self) -> tuple[Position, ...]:
-        """The positions where the records begin, if the run was founded again."""
+        """The positions at which the records begin, if the run was founded again."""
         text = self.journal.notes("base").get("base")
         return () if text is None else read(tuple[Position, ...], decoded(text, MOST_BYTES), "base")
 
     @property
     def terms(self) -> Terms:
-        """The terms of the run, as they were founded or amended."""
+        """The terms of the run, as founded or as amended."""
         assert self.run_config is not None, "the run has been founded"
         text = self.journal.notes("terms").get("terms")
         if text is None:
@@ -204,8 +203,8 @@ class Coordinator:
         return self.terms
 
     def _missing(self, applied: Sequence[Position], kept_from: Sequence[int]) -> Iterator[bytes]:
-        """Yields the records that a site lacks, one by one, as fast as the site takes them."""
-        # By fragment: the number of the first record that the site lacks.
+        """Yields the records that a site lacks one at a time, as fast as the site reads them."""
+        # By fragment: the index of the first record that the site lacks.
         numbers = {}
         for fragment, position in enumerate(applied):
             known_round = position.round or RoundNumber(kept_from[fragment] - 1)
@@ -234,7 +233,7 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Takes the run config that a site brings; returns the run's."""
+        """Takes the run config of a site; returns that of the run."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -273,22 +272,24 @@ class Coordinator:
             raise Missing("a site must send its run config before it says hello.") from None
 
     def _ask_founder(self) -> str:
-        """Asks a site for the state at round 0, once there are enough; returns why sites wait."""
+        """Asks a site for the state at round 0 once there are enough sites; returns the reason why
+        sites wait.
+        """
         if self._founding.missing:
             return (
                 f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
             )
         if self._founding.again:
             self._found_again()
-            return f"run {self.run!r} continues from what its sites hold"
+            return f"run {self.run!r} continues from the state of its sites"
         founder = self._founding.founder
         if not self._states.founds:
             self._states.ask_donor(founder, founding=True)
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _found_again(self) -> None:
-        """Continues where most of the sites are. There are no records, and a site leaves a snapshot
-        at once.
+        """Continues from the position of most sites. There are no records, so a site must send a
+        snapshot at once.
         """
         founding = self._founding
         has_records = any(position.round for position in founding.base)
@@ -309,7 +310,7 @@ class Coordinator:
         self._welcome_all()
 
     def _welcome_all(self) -> None:
-        """Lets in the sites that have founded the run."""
+        """Welcomes the sites that have founded the run."""
         for hello in self._founding.hellos.values():
             for event in self._welcome(hello):
                 self._notify(event, [hello.site])
@@ -342,7 +343,7 @@ class Coordinator:
         return itertools.chain(first, records, calls)
 
     def _inner_rates(self, site: str, now: float) -> list[float]:
-        """Returns the inner learning rates of the other sites that are there."""
+        """Returns the inner learning rates of the other connected sites."""
         rates = []
         for name in self.ledger.present(now):
             rate = self.statistics[name].inner_lr
@@ -380,7 +381,7 @@ class Coordinator:
             self._wake()
 
     def is_present(self, site: str) -> bool:
-        """Returns whether a site has a lease; before the run is founded there are none."""
+        """Returns whether a site has a lease. Before the run is founded, there are no leases."""
         with self._lock:
             return self._ledger is None or site in self._ledger.present(self._clock())
 
@@ -404,7 +405,9 @@ class Coordinator:
     # Blobs and contributions
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Admits a blob that is about to arrive: a run config, or a member's payload or state."""
+        """Admits a blob that is about to arrive, which is a run config, or a member's payload or
+        state.
+        """
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
@@ -436,7 +439,7 @@ class Coordinator:
             self.room.keep_unnamed(key, sender)
 
     def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
-        """Notes that the store has refused a blob for which there is no room."""
+        """Notes that the store has refused a blob for lack of space."""
         with self._lock:
             self.room.refuse(error)
             if about.get("kind") == "state":
@@ -452,8 +455,8 @@ class Coordinator:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Notes that a blob is in the store: it answers a run config, and continues with the
-        contributions and states that waited for blobs.
+        """Notes that a blob is in the store. Answers a run config, and continues with contributions
+        and states that waited for blobs.
         """
         if about.get("kind") == "run_config":
             return self._answer_run_config(peer, key)
@@ -491,7 +494,7 @@ class Coordinator:
         return answer
 
     def contribute(self, contribution: Contribution, incarnation: str) -> str:
-        """Takes a contribution, when its payloads are in the store."""
+        """Takes a contribution once its payloads are in the store."""
         site = contribution.site
         fragment = contribution.fragment
         sender = Peer("site", site, incarnation)
@@ -541,7 +544,9 @@ class Coordinator:
     # Calls
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
-        """Answers a call of a site or an operator; `keys.MAY` says who may make which."""
+        """Answers a call from a site or an operator. `keys.MAY` lists the permitted calls of each
+        role.
+        """
         match name:
             case "hello":
                 for event in self.hello(peer, about):
@@ -594,8 +599,8 @@ class Coordinator:
     # States
 
     def _ask_for_state(self, peer: Peer, about: Header) -> Header:
-        """Gets a state for a site. One that lacks payloads which are intact gets their records
-        again instead.
+        """Gets a state for a site. If the site only lacks payloads that are intact here, it gets
+        their records again instead.
         """
         without = read(tuple[str, ...], about.get("without"), "without")
         lacked_rounds = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
@@ -604,7 +609,7 @@ class Coordinator:
             records = [self._record_of(lacked) for lacked in lacked_rounds]
         has_lost = False
         for record in records:
-            # It reads payloads, and so takes a while.
+            # This takes a while, because it reads payloads.
             damaged = self._lost.damaged(record)
             with self._lock:
                 if damaged:
@@ -631,7 +636,7 @@ class Coordinator:
         return Record.from_bytes(text)
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
-        """Takes the state that a site gives, and hands it on when its blobs are in the store."""
+        """Takes a state from a site, and passes it on once its blobs are in the store."""
         with self._lock:
             run_config = self.run_config or self._founding.run_config
             request = self._states.request(name, site)
@@ -649,14 +654,14 @@ class Coordinator:
         self._wake()
 
     def _hand_on(self) -> None:
-        """Hands on the states whose blobs are all in the store, to the sites that need them."""
+        """Passes on states whose blobs are all in the store to the sites that need them."""
         for request, state in self._states.complete():
             if request.founding:
                 self._found_run(state)
             if request.for_snapshot:
                 self._states.keep(state, {})
                 self._check_snapshot(state.header)
-                log.info("%s has left a state as a snapshot", request.donor)
+                log.info("%s has sent a state as a snapshot", request.donor)
             self._states.hand_on(request, state, self.ledger.terms.lease)
 
     def _found_run(self, state: Snapshot) -> None:
@@ -668,7 +673,7 @@ class Coordinator:
         self._welcome_all()
 
     def _check_snapshot(self, header: StateHeader) -> None:
-        """Compares a new snapshot with the rounds that have closed while it was sent."""
+        """Compares a new snapshot with the rounds that closed while it was being sent."""
         snapshots = self.ledger.snapshots
         snapshots.add(header)
         for fragment, position in enumerate(header.applied):
@@ -678,11 +683,11 @@ class Coordinator:
                 snapshots.check(Record.from_bytes(text))
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks another site if a donor does not answer, or has gone, or sends no heartbeat."""
+        """Asks another site if a donor does not answer, is gone, or sends no heartbeats."""
         if self._states.give_up(self._ledger, gone):
             self._ask_founder()
 
-    # Calls of an operator
+    # Calls from an operator
 
     def _evict(self, site: str) -> None:
         with self._lock:
@@ -706,7 +711,7 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Ends the run, and announces the rounds to launch for; see [Note: the last round]."""
+        """Ends the run and announces the rounds to launch for; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
             self.journal.note({"ending": b"1"})
@@ -736,12 +741,14 @@ class Coordinator:
             ledger.amend(terms, quorum)
             log.warning("an operator has amended the terms of the run: %s", amendments)
             self._notify(event_of(Amended(terms)))
-            self._call()  # it may no longer be the last round, or be it now
+            self._call()  # the amendment may change which round is the last
         self._wake()
         return terms
 
     def _roll_back(self, round: RoundNumber) -> int:
-        """Drops the first record of a later round and all records after it, in the ledger, too."""
+        """Drops the first record of a later round and all records after it, including those in the
+        ledger.
+        """
         with self._lock:
             fragments = range(len(self.ledger.closed))
             later = [self._index.next_number(fragment, round) for fragment in fragments]
@@ -764,7 +771,8 @@ class Coordinator:
             self.trouble = None
             ledger = self._opened()
             self._ledger = ledger
-            # Sites forget the records that are gone before they hear of others in their place.
+            # Sites must forget the dropped records before they receive the records that replace
+            # them.
             welcome = Welcome(
                 tuple(ledger.closed),
                 ledger.kept_from,
@@ -849,7 +857,9 @@ class Coordinator:
     # The clock
 
     def resumed(self, seconds: float) -> None:
-        """Notes that the hub has done nothing for so many seconds, as its process was stopped."""
+        """Notes that the hub did nothing for a number of seconds because its process was
+        stopped.
+        """
         with self._lock:
             if self._ledger and seconds > self._ledger.terms.lease / 2:
                 log.warning(
@@ -860,7 +870,7 @@ class Coordinator:
                 self._ledger.resume(self._clock())
 
     def tick(self) -> float:
-        """Closes due rounds, and maintains states, snapshots and the store."""
+        """Closes rounds that are due, and maintains states, snapshots and the store."""
         seconds = self._tick()
         self._average()
         return seconds
@@ -873,13 +883,13 @@ class Coordinator:
             self.trouble = self._close_due(now) or self._lasting_trouble(now)
             self._announce_trouble(before, now)
             if before and not self.trouble:
-                log.warning("rounds can close again; what kept them from it is over: %s", before)
+                log.warning("rounds can close again; this problem is resolved: %s", before)
             ledger = self._ledger
             if ledger is None:
                 return _AGAIN
             self.room.ask_for_snapshot()
             if now >= self._call_at:
-                # A site that has missed its call gets it again, for as long as the round is open.
+                # A site that has missed its call gets it again while the round is open.
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
@@ -887,13 +897,13 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _lasting_trouble(self, now: float) -> str | None:
-        """Returns why no room was found a while ago, if nothing shows yet that there is some; or
-        which sites are missing, or have more than this hub.
+        """Returns an earlier lack of space, until something shows that there is space again, or
+        which sites are missing or have more records than this hub.
         """
         if self._ledger is None:
             return self.room.trouble
         self._lost.forget_unneeded(self._ledger, now)
-        # A mean that had no room in the store is still waiting for it.
+        # A mean for which the store had no space is still waiting for it.
         waiting_for_room = self.trouble if self._ledger.closing else None
         return (
             self.room.trouble
@@ -905,12 +915,12 @@ class Coordinator:
 
     def _older_than_sites(self, now: float) -> str | None:
         advice = self.ledger.older_than_sites(now)
-        # After a rollback this is as the operator wants it.
+        # After a rollback, this is intended.
         return None if advice and self.journal.notes("rolled_back") else advice
 
     def _close_due(self, now: float) -> str | None:
-        """Hands on complete states and closes the rounds that are due; returns what prevents
-        it.
+        """Passes on complete states and closes rounds that are due; returns the reason if it
+        cannot.
         """
         try:
             self._hand_on()
@@ -926,8 +936,8 @@ class Coordinator:
         return None
 
     def _announce_trouble(self, before: str | None, now: float) -> None:
-        """Tells the log and the sites what keeps rounds open; the sites once in a lease, as some
-        may have come meanwhile.
+        """Reports what keeps rounds open to the log and the sites. Sites are informed once per
+        lease, because new ones may have joined.
         """
         is_new = self.trouble != before
         if self.trouble and is_new:
@@ -937,7 +947,7 @@ class Coordinator:
             self._notify(event_of(Waiting(self.trouble)))
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
-        """Makes a record durable, then announces it."""
+        """Makes a record durable and then announces it."""
         text = record.to_bytes()
         dropped = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         self.journal.append(record.seq, text, dropped | dict(notes or {}))
@@ -950,8 +960,8 @@ class Coordinator:
             log.info("run %s has ended", self.run)
 
     def _average(self) -> None:
-        """Averages the rounds that close, one at a time and without the lock: it takes a while, and
-        the run continues meanwhile.
+        """Averages closing rounds one at a time, without the lock: averaging takes a while, and the
+        run continues meanwhile.
         """
         if self._ledger is None or not self._ledger.closing:
             return
@@ -973,8 +983,8 @@ class Coordinator:
             self._averaging.release()
 
     def _close_with_mean(self, record: Record, note: str, old_key: str) -> None:
-        """Averages and closes a round. The note names the residual in the store: it has an old key,
-        or none, and gets a new one.
+        """Averages and closes a round. The note names the residual in the store by its key, which
+        changes here.
         """
         from lightning_sdiloco.federation.mean import averaged  # only such a hub needs numpy
 
@@ -991,13 +1001,13 @@ class Coordinator:
                 return
             record = replace(record, seq=self.ledger.seq, mean=mean)
             self._close(record, {note: new_key.encode() or None})
-            # The old residual is as large as a fragment in float32, and of no use any more.
+            # The old residual is as large as a fragment in float32 and no longer needed.
             if old_key and old_key != new_key:
                 self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
-        """Announces the rounds to launch for, once, and a contribution whose payloads are large, so
-        that sites fetch them before it counts.
+        """Announces the rounds to launch for, once each. Also announces a contribution with large
+        payloads, so that sites fetch them before it counts.
         """
         if contribution:
             is_small = all(payload.size <= CHUNK for payload in contribution.payloads)
@@ -1015,7 +1025,7 @@ class Coordinator:
 def _founded_run_config(
     run: str, journal: SQLiteLedger, sites: int | None, refound: bool
 ) -> RunConfig | None:
-    """Returns the run config in the journal; None if sites have to found the run."""
+    """Returns the run config in the journal, or None if sites must found the run."""
     text = journal.notes("run_config").get("run_config")
     if not text:
         if sites is None:
@@ -1039,7 +1049,7 @@ def _founded_run_config(
 
 
 def _amendments(changes: object) -> dict[str, Json]:
-    """Returns the terms that an operator changes, each checked."""
+    """Returns the checked terms that an operator changes."""
     if not isinstance(changes, dict):
         raise Malformed("terms is not a JSON object.")
     unknown = sorted(map(str, changes.keys() - _TERMS.keys()))

@@ -1,12 +1,12 @@
 """The epoch of a hub: a number, stored next to the ledger, that grows with each start of a run's
 hub.
 
-[Note: two hubs] A ledger is locked while a hub serves it. That does not help if a file system
-forgets the locks of a lost host, and a successor starts while the earlier hub is still running. So
-each hub writes its epoch next to the ledger, and checks before each write that it is still there:
-of two hubs, only the later one writes. Each hub answer carries the epoch, and a site does not
-follow a hub with an earlier epoch than it has seen. An epoch is at least the time of the hub's
-start in seconds, so that a hub on a new ledger, or on a copy, is a later one, too.
+[Note: two hubs] A ledger is locked while a hub serves it. The lock does not help if a file system
+forgets the locks of a lost host and a successor starts while the earlier hub is still running. So
+each hub writes its epoch next to the ledger, and checks before each write that it is unchanged: of
+two hubs, only the later one writes. Each answer of a hub carries the epoch, and a site does not
+follow a hub whose epoch is earlier than one it has seen. An epoch is at least the time of the hub's
+start in seconds, so that a hub on a new ledger, or on a copy, is also a later one.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 from lightning_sdiloco.federation.keys import wall_clock
 from lightning_sdiloco.federation.wire import HubUnreachable
 
-_LENGTH = 64  # bytes: always as many, so that a full disk has room for it
+_LENGTH = 64  # bytes: a fixed length, so that the epoch fits even on a full disk
 
 
 class Epoch:
@@ -31,7 +31,7 @@ class Epoch:
     def __init__(self, ledger: Path) -> None:
         self._path = ledger.with_suffix(".epoch")
         earlier_number = 0
-        # A file that was not written to its end is as good as none.
+        # A partly written file is treated as missing.
         with suppress(OSError, ValueError, IndexError):
             earlier_number = int(self._path.read_bytes().split()[0])
         self.number = max(earlier_number + 1, int(wall_clock()))
@@ -47,7 +47,7 @@ class Epoch:
     def require(self) -> None:
         """Raises an error if another hub now serves the run."""
         with suppress(OSError):
-            # One that cannot be read says nothing: the ledger lies in the same folder.
+            # An unreadable file is no evidence: the ledger is in the same folder.
             self.is_over = self.is_over or self._path.read_bytes() != self._content
         if self.is_over:
             raise HubUnreachable(

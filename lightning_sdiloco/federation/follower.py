@@ -1,23 +1,23 @@
-"""The follower: a site's side of the rules. It decides when the site launches and lands, and what
-becomes of the site's own training.
+"""The follower: a site's part of the rules. It decides when the site launches and lands, and what
+happens to the site's own training.
 
-It touches no tensor. Its owner, the engine, gives it the digests of the outer parameters, and does
-to the values what a `MergeAction` says.
+It does not access tensors. Its owner, the engine, provides the digests of the outer parameters and
+applies each `MergeAction` to the values.
 
-[Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps,
-and samples as the weight. A launch moves all of it into the flight. A landing decides what becomes
-of the flight, and of the training since; see `MergeAction`. So every sample is in exactly one
-place: held, in flight, counted in one record, or dropped for a reason that the landing names. No
-sample counts twice, and no sample that was sent is lost.
+[Note: the weight of a site] Every inner step adds to the training that a site *holds* for every
+fragment: steps, and samples as the weight. A launch moves all of it into the flight. A landing
+decides what happens to the flight and to the training since; see `MergeAction`. So every sample is
+in exactly one place: held, in flight, counted in one record, or dropped for a reason that the
+landing names. No sample counts twice, and no sample that was sent is lost.
 
 [Note: what an earlier incarnation has launched] An incarnation that was killed may have launched
-what the checkpoint of the next one holds, and more. If that launch has been counted, the next
-incarnation takes the outer values before its first step. If it *stands* in a round that is open,
-the next incarnation begins again from the outer values, also before its first step. From then on
-what it holds is *apart* from that launch, which therefore lands like a contribution of another
-site: the local parameters move by as much as the outer ones, and all training since is kept. A
-checkpoint says so as well, so that one more incarnation does not begin again. The hub takes no
-other launch of the site for that round, so the site makes none.
+the training in the next one's checkpoint, and more. If that launch has been counted, the next
+incarnation takes the outer values before its first step. If the launch *stands*, that is, its round
+is still open, the next incarnation begins again from the outer values, also before its first step.
+From then on, the training that it holds is *apart* from that launch. The launch therefore lands
+like a contribution of another site: the local parameters move by as much as the outer ones, and all
+training since is kept. A checkpoint records this, so that a further incarnation does not begin
+again. The hub accepts no other launch of the site for that round, so the site makes none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,13 +53,15 @@ class MergeAction(Enum):
 
     @property
     def mixes(self) -> bool:
-        """True if local and outer parameters are mixed as the settings of the run say."""
+        """True if local and outer parameters are mixed according to the settings of the run."""
         return self in (MergeAction.MIX, MergeAction.DROP)
 
 
 @dataclass
 class InFlight:
-    """A flight: the contribution, its inner step, and how many inner steps it holds."""
+    """A flight: the contribution, the inner step of its launch, and how many inner steps it
+    contains.
+    """
 
     own: Contribution
     launched_at: int
@@ -69,31 +71,31 @@ class InFlight:
 
 @dataclass
 class Progress:
-    """How far a site is with a fragment.
+    """The progress of a site with a fragment.
 
     Attributes:
         fragment: The fragment.
         applied: The last round that has landed.
         launched_at: The inner step of the last launch.
-        digest: Digest of the outer parameters; None if the site has none that are right.
-        steps: Inner steps that the site holds; see [Note: the weight of a site].
-        samples: Samples that it holds.
-        path: Sum of the learning rates of these inner steps; 0 if unknown.
+        digest: The digest of the outer parameters; None if the site has no correct ones.
+        steps: The inner steps that the site holds; see [Note: the weight of a site].
+        samples: The samples that it holds.
+        path: The sum of the learning rates of these inner steps; 0 if unknown.
         flight: The contribution whose round has not landed.
         call: The last round that the hub has called.
         skipped: The last round whose call the site has declined.
         ended: True once the last round of the run has landed.
-        records: Records of later rounds than the applied one, by round.
-        lacking: The rounds of those whose payloads the hub should have, and has not.
+        records: The records of rounds after the applied one, by round.
+        lacking: The rounds of these records whose payloads the hub should have but does not.
         closed: The last round that is known to be closed.
         kept_from: The first round whose payloads the hub keeps.
-        refused: The last round whose record was measured against other outer parameters.
+        refused: The last round whose record was measured against different outer parameters.
         late: The action for a contribution that arrives too late.
-        dropped: True if the last contribution was dropped for that.
-        too_long: The last contributions that counted or that the guard left out, one bit each, the
-            last one lowest: 1 for each that it left out.
+        dropped: True if the last contribution was dropped because it was late.
+        too_long: One bit for each of the last contributions that counted or that the guard left
+            out, the latest one lowest. The bit is 1 if the guard left it out.
         is_fresh: True if nothing that this site has launched is held outside a flight.
-        lost_steps: Inner steps of launches that were dropped, since this incarnation began.
+        lost_steps: The inner steps of launches that were dropped since this incarnation began.
         apart: The launch in an open round from which the held training is apart.
         standing: The launch of this site in the hub's open round.
     """
@@ -128,8 +130,8 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """True if all closed rounds have landed, except that of a flight, which lands in its time,
-        and later ones.
+        """True if all closed rounds have landed, except the round of a flight, which lands when it
+        is due, and later ones.
         """
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
@@ -137,12 +139,12 @@ class Progress:
 
     @property
     def lag(self) -> int:
-        """How many rounds are known to be closed that have not landed."""
+        """The number of rounds that are known to be closed but have not landed."""
         return self.closed - self.applied.round
 
     @property
     def wants_state(self) -> bool:
-        """True if there is no state that is right, or that records can bring up to date soon."""
+        """True if the state is not correct and records cannot soon bring it up to date."""
         if self.digest is None or self.lag > RETENTION:
             return True
         return self.lag > 0 and (not self.can_fetch or self.lacks_payloads)
@@ -162,14 +164,14 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Returns whether the round that lands next is known to be the last: by the run config, or
-        by a call.
+        """Returns whether the round that lands next is known to be the last, from the run config or
+        a call.
         """
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
     def stands(self) -> bool:
-        """True if the round that lands next has a launch of this site already, and takes no
+        """True if the round that lands next already has a launch of this site and accepts no
         other.
         """
         return self.standing is not None and self.standing.round == self.next_round
@@ -180,8 +182,8 @@ class Progress:
 
     @property
     def is_overtaken(self) -> bool:
-        """True if a record counts what an earlier incarnation launched after the flight, or in its
-        place.
+        """True if a record counts a launch that an earlier incarnation made after the flight, or in
+        its place.
         """
         if self.flight is None:
             return False
@@ -194,12 +196,12 @@ class Progress:
         return False
 
     def _is_apart(self, counted: Contribution) -> bool:
-        """Returns whether the training that is held contains nothing of a counted launch."""
+        """Returns whether the held training contains nothing of a counted launch."""
         return self.is_fresh or counted.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Notes which launch of this site is in the hub's open round; returns whether the site
-        begins again from the outer values.
+        """Notes the launch of this site in the hub's open round; returns whether the site begins
+        again from the outer values.
         """
         self.standing = standing
         in_flight = self.flight.own.launch if self.flight else None
@@ -212,29 +214,29 @@ class Progress:
         return True
 
     def begin_again(self) -> None:
-        """Notes that the local parameters become the outer ones, whatever was launched before."""
+        """Notes that the local parameters become the outer ones, regardless of earlier launches."""
         self.flight = None
         self.is_fresh = True
         self.drop()
 
     def drop(self) -> None:
-        """Drops the training that is held."""
+        """Drops the held training."""
         self.steps = 0
         self.samples = 0
         self.path = 0.0
 
     def forget(self) -> None:
-        """Notes that the outer parameters are wrong: all training against them is worth
-        nothing.
+        """Notes that the outer parameters are wrong, so that all training against them is
+        worthless.
         """
         self.digest = None
         self.flight = None
         self.drop()
 
     def found_again(self, closed: Position, start: Position) -> None:
-        """Continues in a run that was founded again at a round."""
-        # Few sites have applied other rounds. These did not happen in the run that was founded
-        # again: the sites take the state of the others.
+        """Continues in a run that was founded again at some round."""
+        # A minority of sites may have applied other rounds, which did not happen in the refounded
+        # run. These sites take the state of the others.
         if self.applied.round >= closed.round and self.applied != closed:
             self.forget()
             self.applied = start
@@ -257,7 +259,7 @@ class Progress:
     # Launching
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
-        # If the round is closed already, a launch would be late.
+        # If the round is already closed, a launch would be late.
         if not self.can_launch or self.lag > 0:
             return False
         called = self.called
@@ -286,7 +288,7 @@ class Progress:
             self.lacking.add(record.round)
 
     def _continues(self, record: Record) -> bool:
-        """Returns whether a record fits into the chain of the records that this site knows."""
+        """Returns whether a record continues the chain of records that this site has."""
         same_round = self.records.get(record.round, record)
         before = self.records.get(record.round - 1)
         after = self.records.get(record.round + 1)
@@ -299,7 +301,7 @@ class Progress:
         return before is None or record.previous == before.key
 
     def parted(self, round: RoundNumber) -> AgreementError:
-        """Returns the error for a round whose record at the hub is not the one here."""
+        """Returns the error for a round whose record at the hub differs from the one here."""
         return AgreementError(
             f"Round {round} of fragment {self.fragment} differs between the hub and this site:"
             " their histories have parted. Resume this site from an earlier checkpoint, or restore"
@@ -307,7 +309,9 @@ class Progress:
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
-        """Returns what a record does to the flight of the site, and to the training it holds."""
+        """Returns the effect of a record on the flight of the site and on the training that it
+        holds.
+        """
         flight = self.flight
         if flight and flight.own.round != record.round:
             flight = None
@@ -318,8 +322,8 @@ class Progress:
             return self._landing_uncounted(flight, record.without(site))
         if flight and flight.own == counted:
             return MergeAction.MIX
-        # Otherwise the local parameters hold what an earlier incarnation had counted, inseparable
-        # from all other training.
+        # Otherwise, the local parameters contain training that was counted for an earlier
+        # incarnation and cannot be separated from the rest.
         holds = self.steps > 0 or self.flight is not None
         return MergeAction.CARRY if holds and self._is_apart(counted) else MergeAction.TAKE
 
@@ -354,12 +358,14 @@ class Progress:
         self.lacking = {round for round in self.lacking if round > applied.round}
 
     def passed(self, round: RoundNumber, site: str) -> MergeAction:
-        """Returns what the records up to a round, none landed yet, amount to together."""
+        """Returns the combined effect of the records up to a round, none of which has landed
+        yet.
+        """
         actions = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
-                # It is unknown whether an earlier incarnation counted. It must not count twice.
+                # It is unknown whether an earlier incarnation was counted. It must not count twice.
                 return MergeAction.TAKE
             actions.add(self.landing(record, site))
         strongest_first = (
@@ -385,14 +391,12 @@ _SAVED = (
     "flight",
 )
 
-# A site of whose last contributions the guard has left out so many will not recover.
+# If the guard has left out this many of a site's last contributions, the site will not recover.
 _MOST_LEFT_OUT = 8
 
 
 class Follower:
-    """Follows the records of a run for one site. Times are in seconds, on any clock that never
-    goes back.
-    """
+    """Follows the records of a run for one site. Times are in seconds, on any monotonic clock."""
 
     def __init__(
         self,
@@ -413,12 +417,12 @@ class Follower:
         self._late = late
         self._alone_since: float | None = None
         self._finishing = False
-        # Inner steps of this incarnation.
+        # The inner steps of this incarnation.
         self._trained_steps = 0
-        # The inner learning rate at the last launch, if its owner knows it.
+        # The inner learning rate at the last launch, if the owner knows it.
         self.inner_lr: float | None = None
-        # The direction of the last contribution that counted, in percent; and which of the last
-        # ones pointed against the others, one bit each.
+        # The direction of the last contribution that counted, in percent, and one bit for each of
+        # the last contributions: 1 if it pointed against the others.
         self._cosine = 0
         self._directions = 0
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
@@ -430,21 +434,21 @@ class Follower:
     # The hub
 
     def found(self, digests: Sequence[int]) -> None:
-        """Begins at round 0 with the outer parameters that this site has: only the founder does,
-        and only once.
+        """Begins at round 0 with the outer parameters of this site. Only the founder does this, and
+        only once.
         """
         for progress, digest in zip(self.fragments, digests, strict=True):
             progress.digest = digest
 
     def hello(self, run: str) -> Hello:
-        """Returns the site's greeting. The hub sends all records after those that it has
+        """Returns the site's greeting. The hub answers with all records that the site has not
         applied.
         """
         applied = tuple(progress.applied for progress in self.fragments)
         return Hello(run, self.site, self.incarnation, self._run_config, applied)
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Takes in the hub's position; returns the fragments whose local parameters become the
+        """Takes in the hub's position. Returns the fragments whose local parameters become the
         outer ones.
         """
         if welcome.founded_again:
@@ -471,7 +475,7 @@ class Follower:
         return beginning_again
 
     def _require_same_history(self, progress: Progress, closed: Position) -> None:
-        """Refuses a hub that has fewer records than were applied, or different ones."""
+        """Refuses a hub that has fewer records than this site has applied, or different ones."""
         if closed.round < progress.applied.round:
             raise AgreementError(
                 f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
@@ -484,7 +488,7 @@ class Follower:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Notes that the hub cannot be reached, again after each failed try. Training continues."""
+        """Notes after each failed attempt that the hub cannot be reached. Training continues."""
         self.reachable = False
         if self._alone_since is None:
             self._alone_since = now
@@ -492,23 +496,25 @@ class Follower:
         if seconds > self._patience:
             raise ExchangeError(
                 f"{self.site} has not reached the hub for {seconds:.0f} s, longer than"
-                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: restart"
+                f" patience={self._patience:.0f} s. Its checkpoint contains its training: restart"
                 f" it when the hub is back. {why}".rstrip()
             )
 
     @property
     def lag(self) -> int:
-        """How many rounds this site is behind, for the fragment furthest behind."""
+        """The number of rounds that this site is behind, for the fragment that is furthest
+        behind.
+        """
         return max([progress.lag for progress in self.fragments])
 
     @property
     def wants_state(self) -> bool:
-        """True if the site must ask for a state, because some fragment has no usable one."""
+        """True if the site must request a state because some fragment has no usable one."""
         return any(progress.wants_state for progress in self.fragments)
 
     @property
     def lacked_rounds(self) -> list[RoundId]:
-        """The rounds that land next, and of which the hub has lost payloads."""
+        """The rounds that land next and for which the hub has lost payloads."""
         return [
             RoundId(progress.fragment, progress.next_round)
             for progress in self.fragments
@@ -517,7 +523,7 @@ class Follower:
 
     @property
     def follows(self) -> bool:
-        """True if this site can contribute, and give others a state."""
+        """True if this site can contribute and can provide a state to others."""
         return not self.wants_state
 
     def heartbeat(self) -> Heartbeat:
@@ -540,13 +546,13 @@ class Follower:
         self.fragments[call.fragment].call = call
 
     def learn(self, record: Record, has_payloads: bool = True) -> None:
-        """Learns of a record, with its payloads or without."""
+        """Takes in a record, with or without its payloads."""
         self.fragments[record.fragment].learn(record, has_payloads)
 
     # Training
 
     def trained(self, samples: int, steps: int = 1, rate: float = 0.0) -> None:
-        """Counts an inner step, or the inner steps from before the site joined, and their learning
+        """Counts an inner step, or the inner steps from before the site joined, with their learning
         rate.
         """
         self._trained_steps += steps
@@ -560,8 +566,8 @@ class Follower:
 
     @property
     def finished(self) -> bool:
-        """True if the site may leave: the run is over, or the site is finishing and all that it
-        trained is counted.
+        """True if the site may leave: the run is over, or the site is finishing and all of its
+        training is counted.
         """
         unsettled = [progress for progress in self.fragments if not progress.ended]
         if not unsettled:
@@ -580,7 +586,9 @@ class Follower:
         return due if due and self.follows else []
 
     def skips(self) -> list[Call]:
-        """Returns the calls that this site declines, once each, because it has trained too little."""
+        """Returns, once each, the calls that this site declines because it has trained too
+        little.
+        """
         if self._finishing:
             return []
         calls = []
@@ -594,8 +602,8 @@ class Follower:
         return calls
 
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Launches. `complete` finishes the contribution, which is encoded while training
-        continues.
+        """Launches a fragment. `complete` finishes the contribution, which is encoded while
+        training continues.
         """
         progress = self.fragments[fragment]
         assert progress.digest is not None, "what has no outer parameters cannot launch"
@@ -618,7 +626,9 @@ class Follower:
         return begun
 
     def complete(self, encoded: Contribution) -> Contribution | None:
-        """Puts a contribution with its payloads into the flight; returns it if it can be sent."""
+        """Puts a contribution with its payloads into the flight, and returns it if it can be
+        sent.
+        """
         progress = self.fragments[encoded.fragment]
         flight = progress.flight
         if flight is None or flight.own.payloads or flight.own.round != encoded.round:
@@ -630,8 +640,8 @@ class Follower:
         return flight.own
 
     def outstanding(self) -> list[Contribution]:
-        """Returns what to send again after a hello: flights whose round is not known to be closed,
-        or whose payloads the hub has lost.
+        """Returns the contributions to resend after a hello: flights whose round is not known to be
+        closed, or whose payloads the hub has lost.
         """
         contributions = []
         for progress in self.fragments:
@@ -655,10 +665,10 @@ class Follower:
         return due
 
     def _overlaps(self, progress: Progress, step: int) -> bool:
-        """Returns whether a flight still overlaps with training."""
+        """Returns whether a flight still overlaps training."""
         if progress.flight is None or progress.is_overtaken:
             return False
-        # A site that trains no more has nothing to overlap with.
+        # A site that no longer trains has nothing to overlap.
         overlap = 0
         if not self._finishing:
             overlap = self.terms.schedule.overlap_of_round(progress.next_round)
@@ -671,7 +681,7 @@ class Follower:
         longest_wait = 0.0
         if not self.reachable:
             return longest_wait
-        # All flights are looked at, so that all their waits begin together.
+        # All flights are checked, so that all of their waits begin together.
         for progress in self.fragments:
             flight = progress.flight
             if flight is None:
@@ -686,7 +696,7 @@ class Follower:
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
         """Lands a record. ``before`` and ``after`` are the digests of this site's outer parameters
-        without and with it.
+        before and after the record.
         """
         progress = self.fragments[record.fragment]
         if before != record.digest:
@@ -707,7 +717,9 @@ class Follower:
         return action
 
     def _judge(self, progress: Progress, record: Record) -> None:
-        """Counts how often the guard has left this site out; too often is an error."""
+        """Counts how often the guard has left this site out, and raises an error if that is too
+        often.
+        """
         left_out = record.without(self.site)
         is_out = left_out is not None and left_out.is_by_guard
         if is_out or record.of(self.site) is not None:
@@ -724,12 +736,12 @@ class Follower:
 
     @property
     def against(self) -> int:
-        """How many of the last contributions pointed against the others."""
+        """The number of the last contributions that pointed against the others."""
         return self._directions.bit_count()
 
     def judge_direction(self, direction: Direction) -> bool:
-        """Notes how a contribution pointed; returns whether they now point against the others, and
-        did not before.
+        """Notes the direction of a contribution; returns whether contributions now point against
+        the others and did not before.
         """
         pointed_against = self.against >= AGAINST
         self._cosine = round(100 * direction.cosine)
@@ -739,7 +751,7 @@ class Follower:
     # States
 
     def header(self) -> StateHeader:
-        """Describes the state of this site, which is a donor. Call it between landings."""
+        """Describes the state of this site, which is a donor. Call this between landings."""
         digests = tuple(
             progress.digest for progress in self.fragments if progress.digest is not None
         )
@@ -747,7 +759,7 @@ class Follower:
         return StateHeader(tuple(progress.applied for progress in self.fragments), digests)
 
     def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, MergeAction]:
-        """Takes over the state of a donor, or a snapshot. Then the site says hello again, for the
+        """Adopts the state of a donor, or a snapshot. The site then says hello again to get the
         records after it.
         """
         for progress, position, expected, digest in zip(
@@ -757,7 +769,7 @@ class Follower:
         actions = {}
         for progress, position, digest in zip(self.fragments, state.applied, digests, strict=True):
             if progress.digest is None:
-                # Training against wrong values, or none, cannot be carried.
+                # Training against wrong or missing values cannot be carried.
                 action = MergeAction.TAKE
                 progress.begin_again()
             elif position.round > progress.applied.round:
@@ -774,11 +786,13 @@ class Follower:
         return {"fragments": [_saved(progress) for progress in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Json], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This incarnation continues where that one was."""
+        """Restores what `state_dict` returned. This incarnation continues where the saved one
+        stopped.
+        """
         hints = get_type_hints(Progress, include_extras=True)
         loaded = list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
-            # What earlier versions did not save has its default.
+            # Values that earlier versions did not save get their defaults.
             names = [name for name in _SAVED if name in saved]
             fields = {name: read(hints[name], saved[name], name) for name in names}
             closed = fields["applied"].round
@@ -817,7 +831,7 @@ def _require_sound(progress: Progress, position: Position, expected: int, digest
     elif record:
         known_position = record.position
     if position != known_position or (after and after.previous != position.key):
-        raise Refused(f"the state has another history of fragment {fragment} than the records")
+        raise Refused(f"the state has a different history of fragment {fragment} from the records")
     if after and after.digest != digest:
         raise Refused(
             f"the state differs from the others' in fragment {fragment} after round"

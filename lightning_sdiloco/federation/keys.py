@@ -1,6 +1,6 @@
-"""Keys of a federation, and the calls that a hub allows their holders.
+"""The keys of a federation, and the calls that a hub allows their holders to make.
 
-An authority lies in a folder. Each holder has one file that names its run, role and name. A hub
+An authority is stored in a folder. Each holder has one file that contains its run, role and name. A hub
 checks every call with `peer_of` before it reads anything else.
 """
 
@@ -32,7 +32,7 @@ from lightning_sdiloco.federation.wire import (
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-# In place of the run in certificates of an authority that has not been bound to one yet.
+# Replaces the run in certificates of an authority that has not yet been bound to a run.
 UNBOUND = "-"
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """Its form in a certificate, as a subject alternative name."""
+        """The identity's form in a certificate: a subject alternative name."""
         return f"sdiloco://{self.run}/{self.role}/{self.name}"
 
     @classmethod
@@ -70,7 +70,9 @@ class Bundle(NamedTuple):
     folder: Path | None = None
 
     def bound(self, run: str) -> "Bundle":
-        """Returns the bundle for a run. An authority that has none yet is bound to it for good."""
+        """Returns the bundle for a run. An authority without a run is permanently bound to this
+        one.
+        """
         bound_run = self._bound_run(run)
         if bound_run == UNBOUND and self.identity.role == "hub":
             raise ValueError(
@@ -84,7 +86,7 @@ class Bundle(NamedTuple):
                 " init FOLDER --run RUN."
             )
         if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
-            # Sites that are added from now on look for the hub of this run.
+            # Sites that are added later look for the hub of this run.
             add_keys(self.folder, self.identity.name, role="hub")
             return load(self.folder, self.identity.name)
         return self
@@ -113,8 +115,8 @@ def checked_name(argument: str, name: str) -> str:
 
 
 def host_of(run: str) -> str:
-    """Returns the host name of a hub for TLS: it depends on the run, not on the hub's address,
-    which may change.
+    """Returns the host name of a hub for TLS, which depends on the run and not on the hub's
+    address, because that may change.
     """
     return f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.hub.sdiloco.internal"
 
@@ -135,7 +137,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of the nine uses of a certificate: this one signs certificates, and lists of revoked ones.
+    # Of the nine key usages, this certificate has two: signing certificates and revocation lists.
     uses = x509.KeyUsage(
         *[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False
     )
@@ -149,8 +151,8 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. An earlier bundle remains valid until it expires, or all of the
-    holder's keys are revoked.
+    """Makes a bundle for a holder. An earlier bundle remains valid until it expires or until all of
+    the holder's keys are revoked.
     """
     folder = Path(folder)
     if role not in ROLES:
@@ -169,7 +171,8 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     _require_role(path, role)
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    # Noted first, so that it can be revoked whatever happens to the bundle.
+    # The fingerprint is noted first, so that the certificate can be revoked whatever happens to the
+    # bundle.
     _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
     write_synced(part, key + certificate + authority)
     part.replace(path)
@@ -178,7 +181,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
 
 
 def _require_role(path: Path, role: Role) -> None:
-    """Refuses to replace the bundle of a holder by one of another role."""
+    """Refuses to replace the bundle of a holder with one for another role."""
     if not path.exists():
         return
     _, certificate, _ = _blocks_of(path)
@@ -197,12 +200,13 @@ def _extensions(identity: Identity) -> dict[Extra, bool]:
     names = [x509.UniformResourceIdentifier(identity.uri)]
     purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
     if identity.role == "hub":
-        # Sites that were added before the run had a name look for the hub of an unbound authority.
+        # Sites that were added before the authority was bound look for the hub of an unbound
+        # authority.
         names += [x509.DNSName(host) for host in sorted({host_of(identity.run), host_of(UNBOUND)})]
         purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
     return {
         x509.BasicConstraints(ca=False, path_length=None): True,
-        x509.KeyUsage(True, *[False] * 8): True,  # of nine uses: it signs
+        x509.KeyUsage(True, *[False] * 8): True,  # of the nine usages, only signing
         x509.ExtendedKeyUsage(purposes): False,
         x509.SubjectAlternativeName(names): False,
     }
@@ -215,7 +219,9 @@ def _key_pair(
     authority_key: bytes | None = None,
     authority: bytes | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns a new key, and its certificate, signed by itself or by an authority."""
+    """Returns a new key and its certificate, which is signed by the key itself or by an
+    authority.
+    """
     forms = extra("cryptography.hazmat.primitives.serialization")
     curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
     key = curves.generate_private_key(curves.SECP256R1())
@@ -229,7 +235,7 @@ def _key_pair(
 
 
 def _unsigned(name: str, days: int, authority: bytes | None) -> Extra:
-    """Returns a certificate that is not signed yet, and lacks its key."""
+    """Returns a certificate that is not yet signed and has no key."""
     x509 = extra("cryptography.x509")
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     issuer = subject if authority is None else x509.load_pem_x509_certificate(authority).subject
@@ -240,14 +246,14 @@ def _unsigned(name: str, days: int, authority: bytes | None) -> Extra:
         .subject_name(subject)
         .issuer_name(issuer)
         .serial_number(x509.random_serial_number())
-        # Valid from a day ago: a clock may be some hours wrong.
+        # Valid from a day ago, because a clock may be some hours wrong.
         .not_valid_before(now - day - max(-days, 0) * day)
         .not_valid_after(now + days * day)
     )
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Revokes all certificates that a holder was ever given. A hub that was started with the
+    """Revokes all certificates that were ever issued to a holder. A hub that was started with the
     folder refuses them.
     """
     folder = Path(folder)
@@ -261,8 +267,8 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Returns the bundle in a file, which names its holder, or a name's from the authority's
-    folder.
+    """Returns the bundle in a file, which names its holder, or the bundle of ``name`` in the
+    authority's folder.
     """
     path = Path(keys)
     folder = None
@@ -299,7 +305,7 @@ def _blocks_of(path: Path) -> list[bytes]:
 
 
 def _certified(path: Path, certificate: bytes) -> tuple[Identity, datetime.datetime]:
-    """Returns the holder of a certificate, and until when it is valid."""
+    """Returns the holder of a certificate and the end of its validity."""
     x509 = extra("cryptography.x509")
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
@@ -352,7 +358,7 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 
 # Callers of a hub
 
-# Which roles may make which call; a call that is not here is refused.
+# The roles that may make each call; a call that is not listed is refused.
 MAY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
     **dict.fromkeys(
@@ -361,8 +367,8 @@ MAY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls that depend on no incarnation of a site: another process may make them with the keys of one
-# that trains.
+# Calls that do not depend on the incarnation of a site: another process may make them with the keys
+# of a site that trains.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 
@@ -373,8 +379,8 @@ class Peer(NamedTuple):
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Context) -> Peer:
-    """Returns the caller of the hub of a run, if the call is allowed; without a bundle, the hub
-    believes the header.
+    """Returns the caller of the hub of a run, if the call is allowed. Without a bundle, the hub
+    trusts the header.
     """
     caller = header.get("from")
     fields = ("run", "role", "name", "incarnation")
@@ -433,7 +439,9 @@ def _named(identity: Identity) -> str:
 
 
 def wall_clock() -> float:
-    """Returns the seconds of the clock by which certificates are valid; nothing else uses it."""
+    """Returns the time, in seconds, for checking the validity of certificates; nothing else uses
+    it.
+    """
     return datetime.datetime.now(datetime.timezone.utc).timestamp()
 
 
@@ -447,7 +455,7 @@ def _ends(certificate: bytes) -> datetime.datetime:
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Context) -> None:
     holder = holder_of(context)
-    # An authority that was not bound to a run when it signed has since been bound to this hub's.
+    # An authority that was unbound when it signed has since been bound to this hub's run.
     if holder.run not in (run, UNBOUND):
         raise Denied(f"this hub serves run {run!r}, but the certificate is for run {holder.run!r}.")
     if (holder.role, holder.name) != (claimed.role, claimed.name):
@@ -456,7 +464,9 @@ def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Con
 
 
 def speaks_for_itself(role: str, name: str, about: object) -> Header:
-    """Returns the part of a header for the call. A site that calls must not name another site."""
+    """Returns the part of a header that describes the call. A calling site must not name another
+    site.
+    """
     if not isinstance(about, dict):
         raise Malformed("a call is about a JSON object.")
     if role == "site" and about.get("site", name) != name:

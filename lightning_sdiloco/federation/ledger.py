@@ -1,17 +1,16 @@
-"""The ledger: it knows a run's sites and their contributions, and decides which rounds close. It
+"""The ledger: it has a run's sites and their contributions, and decides which rounds close. It
 takes the time as an argument, and returns records.
 
-[Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first
-(`examine`, `due`: neither changes anything), makes the change durable, reports it (`contribute`,
-`append`), and only then informs the sites, of the `calls` as well. The hub makes no other call
-between ``due`` and the last ``append``.
+[Note: durable before visible] The ledger does no input or output. Its owner, the hub, first asks
+(`examine`, `due`: neither changes anything), then makes the change durable, reports it
+(`contribute`, `append`), and only then informs the sites, including of `calls`. The hub makes no
+other call between ``due`` and the last ``append``.
 
 [Note: the last round] The result of a last round replaces all sites' parameters, and no later round
-makes up for rounding losses, so it counts only contributions in float32. If the run config names
-the last round, all sites know it when they launch. An operator may end a run at any time, and then
-a round may be open, or a contribution on its way, that is not exact: that round closes like any
-other, with an outer step, and the next one is called as the last, although no site has launched for
-it.
+corrects rounding errors, so only contributions in float32 count. If the run config names the last
+round, all sites know it when they launch. An operator may end a run at any time, when an inexact
+round may be open or an inexact contribution on its way. That round then closes like any other, with
+an outer step, and the next one is called as the last, although no site has launched for it.
 """
 
 import math
@@ -50,8 +49,8 @@ from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, R
 
 
 class Founding:
-    """Gathers sites until there are enough to found a run, on the run config of all and the state
-    of the founder.
+    """Gathers sites until there are enough to found a run, with the common run config and the
+    founder's state.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Founding:
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """For each fragment, the position that most sites hold: there a refounded run continues."""
+        """For each fragment, the position of most sites, from which a refounded run continues."""
         positions = []
         for held in zip(*(hello.applied for hello in self.hellos.values()), strict=True):
             votes = Counter(held)
@@ -118,7 +117,7 @@ class Founding:
 
     @property
     def founder(self) -> str:
-        """The site that brings the outer parameters of round 0: the first by name."""
+        """The site that provides the outer parameters of round 0: the first by name."""
         self._founder = self._founder or min(self.hellos)
         return self._founder
 
@@ -131,8 +130,8 @@ class Answer(Enum):
 
 @dataclass
 class Member:
-    """A site with a lease, which ends at ``until``. It ``follows`` if it is near enough to
-    contribute, and ``followed_at`` is when that was first known.
+    """A site with a lease, which ends at ``until``. It ``follows`` if it is recent enough to
+    contribute; ``followed_at`` is the time at which this was first known.
     """
 
     incarnation: str
@@ -153,10 +152,11 @@ class OpenRound:
     """An open round.
 
     Attributes:
-        opened: When the first contribution arrived; None if that was before the hub's last start.
+        opened: The time at which the first contribution arrived; None if that was before the hub's
+            last start.
         contributions: The contributions by site.
-        arrived: When each site contributed, or said that it would not.
-        undecided_since: When a tie between different outer parameters was noticed.
+        arrived: The time at which each site contributed or declined.
+        undecided_since: The time at which a tie between different outer parameters was noticed.
     """
 
     opened: float | None = None
@@ -166,7 +166,7 @@ class OpenRound:
 
 
 class Ledger:
-    """Decides what counts; see [Note: durable before visible]."""
+    """Decides which contributions count; see [Note: durable before visible]."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Ledger:
         self.closed = list(self.base)
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
-        # Records that are decided, and wait for the mean of the hub.
+        # Records that are decided and wait for the hub's mean.
         self.closing: dict[int, Record] = {}
         self.snapshots = Snapshots(snapshots)
         self.quorum = quorum or quorum_of(terms.quorum)
@@ -204,13 +204,13 @@ class Ledger:
         for contribution in contributions:
             if contribution.builds_on(self.closed[contribution.fragment]):
                 self._take(contribution, now, None)
-        # Until when a site whose connection breaks is awaited as well.
+        # The time until which sites whose connections break are also awaited.
         self._expects_until = -math.inf
         self._expect_earlier_sites(now)
 
     def resume(self, now: float) -> None:
-        """Waits, for a lease, for the sites from before a pause of the hub: it has missed their
-        heartbeats, and their connections may have broken.
+        """Waits for one lease for the sites from before a pause of the hub, which has missed their
+        heartbeats and may have lost their connections.
         """
         self._expects_until = now + self.terms.lease
         for member in self.members.values():
@@ -218,8 +218,8 @@ class Ledger:
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Waits, for a lease, for the sites from before this start of the hub, or a pause: they may
-        not have found it yet.
+        """Waits for one lease for the sites from before this start of the hub, or a pause, which
+        may not have found the hub yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -257,7 +257,9 @@ class Ledger:
         return bool(member and member.connected and member.incarnation == hello.incarnation)
 
     def conflict_of(self, hello: Hello, now: float) -> str | None:
-        """Returns why a site cannot have its name: another incarnation is connected under it."""
+        """Returns the reason if a site cannot have its name because another incarnation is
+        connected under it.
+        """
         member = self.members.get(hello.site)
         if member is None or member.incarnation == hello.incarnation:
             return None
@@ -275,8 +277,8 @@ class Ledger:
         member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str, now: float) -> bool:
-        """Waits no longer for a site, which has left or lost its connection, unless the hub has
-        paused a moment ago; returns whether it was a member.
+        """Stops waiting for a site that has left or lost its connection, unless the hub has just
+        been paused; returns whether the site was a member.
         """
         member = self.members.get(site)
         if member is None or member.incarnation != incarnation:
@@ -288,7 +290,7 @@ class Ledger:
         return True
 
     def evict(self, site: str) -> None:
-        """Evicts a site, at an operator's request, with its contributions to open rounds."""
+        """Evicts a site and its contributions to open rounds, at an operator's request."""
         member = self.members.pop(site, None)
         if member:
             self.evicted.add((site, member.incarnation))
@@ -316,7 +318,7 @@ class Ledger:
         return sorted([site for site, member in self.members.items() if member.until > now])
 
     def behind(self, site: str) -> int:
-        """Returns how many rounds a site is behind, in the fragment where it is worst."""
+        """Returns how many rounds a site is behind in its worst fragment."""
         rounds = zip(self.closed, self.members[site].applied, strict=True)
         return max([closed.round - applied for closed, applied in rounds])
 
@@ -324,14 +326,14 @@ class Ledger:
         return self.members[site].follows and self.behind(site) <= RETENTION
 
     def _contributors(self, now: float) -> list[str]:
-        """Returns the sites that could contribute: their leases are valid, and the records that
-        they lack are available.
+        """Returns the sites that could contribute: those with valid leases for which all missing
+        records are available.
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
 
     def lost_quorum(self, now: float) -> str | None:
-        """Returns why no round can close if too few sites are there, and who is missing; None if
-        there are enough, or nobody is there that waits.
+        """Returns which sites are missing if there are too few for any round to close; None if
+        there are enough, or if no site waits.
         """
         present = self.present(now)
         fewest = self.quorum.fewest(len(present))
@@ -350,9 +352,7 @@ class Ledger:
         )
 
     def older_than_sites(self, now: float) -> str | None:
-        """Returns the advice for a ledger that ends before what a site that is there has
-        applied.
-        """
+        """Returns advice if a connected site has applied records that this ledger does not have."""
         for site in self.present(now):
             for fragment, applied in enumerate(self.members[site].applied):
                 closed = self.closed[fragment].round
@@ -366,7 +366,9 @@ class Ledger:
         return None
 
     def _known_sites(self) -> set[str]:
-        """Returns the sites of the last rounds and of the open ones, and those that are there."""
+        """Returns the sites of the last rounds and of the open ones, and those that are
+        connected.
+        """
         sites = set(self.members)
         for history in self.history:
             for record in history:
@@ -394,21 +396,19 @@ class Ledger:
             return Answer.LATE
         if contribution.previous != closed.key:
             raise Refused(
-                f"round {contribution.round} of fragment {fragment} builds on another history than"
-                " this hub's"
+                f"round {contribution.round} of fragment {fragment} builds on a different history"
+                " from this hub's"
             )
         round = self.open.get(fragment)
         is_known = round is not None and contribution.site in round.contributions
         return Answer.KNOWN if is_known else Answer.OPEN
 
     def contribute(self, contribution: Contribution, incarnation: str, now: float) -> Answer:
-        """Takes a contribution that is durable; with `OPEN` as the answer, all sites get the
-        `call`.
-        """
+        """Takes a durable contribution. If the answer is `OPEN`, all sites get the `call`."""
         answer = self.examine(contribution, incarnation)
         if answer is Answer.OPEN:
             round = self._take(contribution, now, now)
-            # A new launch shows that its site follows, a moment before its next heartbeat says so.
+            # A new launch shows that its site follows, a moment before the next heartbeat does.
             member = self.members[contribution.site]
             member.follow(member.follows or contribution.incarnation == incarnation, now)
             self._timings.arrives(contribution, now, round.opened)
@@ -430,8 +430,8 @@ class Ledger:
         return round
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Notes that a site declines a call: it has trained too little. The round does not wait
-        for it.
+        """Notes that a site declines a call because it has trained too little. The round does not
+        wait for it.
         """
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
@@ -439,8 +439,8 @@ class Ledger:
             round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Returns the rounds for which to launch: the open ones, and the last of every fragment if
-        an operator ends the run.
+        """Returns the rounds to launch for: open ones, and the last round of every fragment if an
+        operator ends the run.
         """
         fragments = list(self.open)
         if self._ending:
@@ -455,7 +455,9 @@ class Ledger:
         return Call(fragment, number, is_last and self._is_exact(fragment))
 
     def _is_exact(self, fragment: int) -> bool:
-        """Returns whether the open round has nothing that was rounded; see [Note: the last round]."""
+        """Returns whether the open round contains only exact contributions; see [Note: the last
+        round].
+        """
         if fragment not in self.open:
             return True
         contributions = self.open[fragment].contributions.values()
@@ -470,7 +472,7 @@ class Ledger:
         sites = self._contributors(now)
         for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
-            # Present sites that do not count still answer: otherwise a round might never close.
+            # Present sites that do not count must also answer, or else a round might never close.
             is_enough = len(round.contributions) >= self.quorum.fewest(len(sites))
             if not is_enough or not self._closes(fragment, round, sites, now):
                 continue
@@ -485,7 +487,7 @@ class Ledger:
         return records
 
     def _record(self, fragment: int, majority: Sequence[Contribution], seq: int) -> Record:
-        """Returns the record of a round that closes, with the reasons why some sites do not
+        """Returns the record of a closing round, including the reasons why some sites do not
         count.
         """
         too_long = self._too_long(fragment, majority)
@@ -520,13 +522,14 @@ class Ledger:
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         begun = min(round.arrived.values())
         if self._is_first(fragment):
-            # A first contribution can only be judged against others, so all founders take part.
+            # First contributions can only be judged against each other, so all founders must take
+            # part.
             present = self.present(now)
             if not {*present} <= {*sites, *round.arrived}:
                 return False
             begun = max([begun, *(self.members[site].followed_at for site in present)])
         if self._call(fragment).final:
-            # No site can count later, so the round waits for all live sites.
+            # No site can count in a later round, so this one waits for all live sites.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         if self.quorum.closes(round.arrived, awaited, now):
@@ -537,8 +540,8 @@ class Ledger:
         return self.closed[fragment] == self.base[fragment]
 
     def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
-        """Returns the contributions that count: those measured against the outer parameters that
-        most sites hold. It is empty while a tie is undecided.
+        """Returns the contributions that count, which were measured against the outer parameters of
+        most sites. There are none while a tie is undecided.
         """
         camps = dict[int, list[Contribution]]()
         for _, contribution in sorted(round.contributions.items()):
@@ -555,7 +558,8 @@ class Ledger:
         by_size = sorted(camps.values(), key=len, reverse=True)
         if len(by_size) == 1 or len(by_size[0]) > len(by_size[1]):
             return by_size[0]
-        # A tie: the round stays open until another witness arrives, for up to a lease.
+        # In a tie, the round remains open until another contribution decides it, for at most one
+        # lease.
         if round.undecided_since is None:
             round.undecided_since = now
         if now < round.undecided_since + self.terms.lease:
@@ -571,7 +575,7 @@ class Ledger:
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
-        """Returns the sites whose outer gradients the guard leaves out, and why."""
+        """Returns the sites whose outer gradients the guard leaves out, with the reasons."""
         if self.terms.guard is None:
             return {}
         return outlying(self._lengths(majority), self._pasts[fragment], self.terms.guard)
@@ -585,7 +589,7 @@ class Ledger:
         return lengths
 
     def _wrong_buffers(self, fragment: int, counted: Iterable[Contribution]) -> list[LeftOut]:
-        """Returns the sites that count without their buffers, and why."""
+        """Returns the sites that count without their buffers, with the reasons."""
         sizes = {launched.site: launched.buffers for launched in counted}
         too_large = dict[str, float]()
         if self.terms.guard is not None:
@@ -623,8 +627,8 @@ class Ledger:
         self.snapshots.check(record)
 
     def next_due(self, now: float) -> float:
-        """Returns when to ask `due` again if nothing happens before: at the first end of a grace, a
-        lease or a tie.
+        """Returns the time at which to call `due` again if nothing happens before: the next end of
+        a grace, a lease or a tie.
         """
         deadlines = [member.until for member in self.members.values()]
         for fragment, round in self.open.items():
@@ -643,7 +647,9 @@ class Ledger:
         self._ending = True
 
     def amend(self, terms: Terms, quorum: Quorum) -> None:
-        """Uses new terms from now on. An open round that was to be the last closes like any other."""
+        """Uses new terms from now on. If an open round was to be the last, it closes like any
+        other.
+        """
         self.terms = terms
         self.quorum = quorum
         self.closing.clear()
@@ -661,7 +667,9 @@ class Ledger:
         without: Collection[str] = (),
         beyond: Collection[RoundId] = (),
     ) -> str | StateHeader | None:
-        """Returns where a site gets a state made by some rounds: a donor's name, or a snapshot."""
+        """Returns the source of a state that includes the given rounds: a donor's name, or a
+        snapshot.
+        """
         donors = []
         for donor in self._contributors(now):
             is_other = donor != site and donor not in without
@@ -676,7 +684,7 @@ class Ledger:
         return max(donors, key=lambda name: (-self.behind(name), sum(self.members[name].applied)))
 
     def has_applied(self, site: str, rounds: Iterable[RoundId]) -> bool:
-        """Returns whether a site is present and has applied rounds."""
+        """Returns whether a site is present and has applied the given rounds."""
         member = self.members.get(site)
         return member is not None and all(
             member.applied[fragment] >= round for fragment, round in rounds
@@ -684,8 +692,8 @@ class Ledger:
 
     @property
     def kept_from(self) -> tuple[int, ...]:
-        """The first round of every fragment whose payloads are kept: the last rounds are, and all
-        since the snapshot.
+        """The first round of every fragment whose payloads are kept: those of the last rounds and
+        of all rounds since the snapshot.
         """
         snapshot = self.snapshots.best
         in_snapshot = snapshot.applied if snapshot else self.closed
@@ -695,8 +703,8 @@ class Ledger:
         return tuple(rounds)
 
     def fetched_from(self, now: float) -> tuple[int, ...]:
-        """Returns the first round of every fragment whose payloads are kept or still fetched: a
-        site that follows fetches what it has not applied, and soon needs a state instead.
+        """Returns the first round of every fragment whose payloads are kept or still being fetched.
+        A site that follows fetches the rounds that it has not applied, or else soon needs a state.
         """
         rounds = list(self.kept_from)
         for site in self.present(now):
@@ -710,10 +718,10 @@ class Ledger:
 
 
 class Snapshots:
-    """Knows which of the hub's states can be trusted, and when a new one is due."""
+    """Decides which of the hub's states can be trusted, and when a new one is due."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
-        # The states, the oldest first, each with the fragments that a record has verified.
+        # The states, oldest first, each with the fragments that a record has verified.
         self._states: list[tuple[StateHeader, set[int]]] = [(header, set()) for header in headers]
 
     @property
@@ -722,7 +730,7 @@ class Snapshots:
 
     @property
     def best(self) -> StateHeader | None:
-        """The state to begin from if no site has one."""
+        """The state to start from if no site has one."""
         return self._states[0][0] if self._states else None
 
     def add(self, header: StateHeader) -> None:
@@ -760,13 +768,14 @@ class Timings:
     """Measures how late contributions are, and how long a site's inner steps take."""
 
     def __init__(self) -> None:
-        # By fragment: the last round that was closed, and when it was opened.
+        # By fragment: the last closed round, and when it was opened.
         self._closed: dict[int, tuple[int, float | None]] = {}
-        # By fragment and site: the last round to which it has contributed, and when.
+        # By fragment and site: the last round to which the site contributed, and when.
         self._arrived: dict[tuple[int, str], tuple[int, float]] = {}
-        # By fragment and site: the incarnation that was counted last, and when that had arrived.
+        # By fragment and site: the incarnation that was counted last, and when its contribution
+        # arrived.
         self._counted: dict[tuple[int, str], tuple[str, float]] = {}
-        # By fragment: the timings that the next record names.
+        # By fragment: the timings that the next record will contain.
         self.unrecorded: dict[int, dict[tuple[str, int], Timing]] = {}
 
     def arrives(self, contribution: Contribution, now: float, opened: float | None) -> None:
@@ -775,7 +784,7 @@ class Timings:
         self._arrived[fragment, site] = contribution.round, now
         if opened is None:
             return
-        # The inner steps of a contribution are those since the site was last counted.
+        # A contribution contains the inner steps since the site was last counted.
         incarnation, counted_at = self._counted.get((fragment, site), ("", now))
         step_time = None
         if incarnation == contribution.incarnation and contribution.steps:
@@ -784,7 +793,7 @@ class Timings:
         self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
     def arrives_late(self, contribution: Contribution, now: float) -> None:
-        """Records a contribution to a closed round: once, and only if it was the last round."""
+        """Records a contribution to a closed round, once and only if it was the last round."""
         fragment = contribution.fragment
         closed, opened = self._closed.get(fragment, (0, None))
         arrived, _ = self._arrived.get((fragment, contribution.site), (0, 0.0))
@@ -811,5 +820,5 @@ def _left_out(site: str, too_long: TooLong) -> LeftOut:
 
 
 def _rounded(number: float) -> float:
-    """Returns a number to four digits."""
+    """Returns a number rounded to four digits."""
     return float(f"{number:.4g}")

@@ -1,7 +1,8 @@
-"""Payloads of closed rounds that the store has lost: they are gone, or were altered.
+"""Payloads of closed rounds that the store has lost because they are gone or were altered.
 
-A site that needs one tells the hub, again and again. It takes the state of a site that has applied
-the round; or a site that still has the payload in flight sends it again, and the hub the record.
+A site that needs one reports this to the hub repeatedly. It gets the state of a site that has
+applied the round. Alternatively, a site that still has the payload in flight resends it, and the hub
+resends the record.
 
 The coordinator owns the `LostPayloads` of its run, and holds its lock for every call except
 `damaged`, which reads payloads.
@@ -19,21 +20,21 @@ log = logging.getLogger(__name__)
 
 
 class LostPayloads:
-    """The closed rounds of which the store lacks payloads, as far as some site needs them."""
+    """The closed rounds for which the store lacks payloads that some site needs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[RoundId, Record] = {}
 
     def damaged(self, record: Record) -> list[Payload]:
-        """Returns the payloads of a record that are gone or were altered. These are dropped: the
-        store would not take them again.
+        """Returns the payloads of a record that are gone or were altered, and drops these, because
+        the store would otherwise not accept them again.
         """
         is_known = _id_of(record) in self._records
         lost = list[Payload]()
         for payload in _payloads(record):
             is_there = holds(self._store, [payload])
-            # Blobs that are stored after a loss were verified as they arrived.
+            # Blobs that are stored after a loss were verified on arrival.
             if not is_there or not (is_known or self._is_unaltered(payload)):
                 lost.append(payload)
         return lost
@@ -63,7 +64,7 @@ class LostPayloads:
         )
 
     def forget(self, record: Record) -> None:
-        """Notes that the payloads of a record are there, perhaps again."""
+        """Notes that the payloads of a record are present, perhaps again."""
         self._records.pop(_id_of(record), None)
 
     def clear(self) -> None:
@@ -76,11 +77,11 @@ class LostPayloads:
                 del self._records[round_id]
 
     def trouble(self, ledger: Ledger, now: float) -> str | None:
-        """Returns which sites wait for the first of these rounds, and for what."""
+        """Returns which sites wait for the first of these rounds, and what they wait for."""
         for round_id, record in self._records.items():
             waiting = _waiting(ledger, round_id, now)
             if waiting:
-                # Nobody but the hub has had its mean.
+                # Only the hub had its mean.
                 senders = "" if record.mean else f", or for {_senders(record)} to send it again"
                 return (
                     f"payloads of round {record.round} of fragment {record.fragment} are gone from"

@@ -1,7 +1,8 @@
-"""The mean at the hub: the payloads of all sites become one payload, which all sites fetch.
+"""The mean at the hub: the payloads of all sites are averaged into one payload, which all sites
+fetch.
 
-It needs numpy alone, which comes with Lightning: a hub runs without torch. The hub remembers the
-residual that rounding leaves out of a mean, and adds it to the next mean of the fragment.
+This needs only numpy, which comes with Lightning, so a hub runs without torch. The hub remembers
+the rounding error of a mean and adds it to the next mean of the fragment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 Vector = npt.NDArray[np.float32]
 Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
 
-# The numbers that may be NaN, except those that numpy does not know.
+# The number types that may be NaN, except those that numpy does not support.
 _NUMBERS = {
     "float16": "<f2",
     "float32": "<f4",
@@ -27,7 +28,7 @@ _NUMBERS = {
     "complex128": "<c16",
 }
 
-# The format of fp4; `compression/fp4.py` says why it is as it is.
+# The format of fp4; see `compression/fp4.py` for the reasons behind it.
 _BLOCK = 128
 _EXPONENT = 23
 _LEAST_TOP = 0x0400
@@ -37,7 +38,7 @@ _LEVELS = np.array([sign * level for sign in (1.0, -1.0) for level in _MAGNITUDE
 
 
 def has_sizes(contribution: Contribution, sizes: Sizes, code: str) -> bool:
-    """Returns whether the payloads of a site have the sizes that the shards of its ranks have.
+    """Returns whether the payloads of a site have the sizes of its ranks' shards.
 
     The first rank also sends the untrained state, without the tensors that it has not changed.
     """
@@ -88,7 +89,7 @@ def encoded(values: Vector, code: str) -> bytes:
     levels = np.maximum((magnitude - thresholds[:, None]) >> _EXPONENT, 0)
     signs = (bits >> 28) & 8
     codes = (levels | signs).astype(np.uint8).reshape(-1)
-    # Two codes make a byte.
+    # One byte stores two codes.
     codes = codes[: len(values) + len(values) % 2]
     return tops.astype("<u2").tobytes() + (codes[0::2] | codes[1::2] << 4).tobytes()
 
@@ -100,15 +101,15 @@ def averaged(
     code: str,
     residual: Bytes | None,
 ) -> tuple[bytes, bytes | None]:
-    """Returns the payload with the mean of a record, and the new residual, if it rounds.
+    """Returns the payload with the mean of a record, and the new residual if the code rounds.
 
     Args:
-        record: The contributions that count, in the order in which they are added up.
+        record: The contributions that count, in the order in which they are added.
         get: Returns a payload.
-        sizes: Those of the fragment; its untrained state follows the values of each site's first
-            payload.
-        code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
-        residual: The residual of the mean before: values in float32.
+        sizes: The sizes of the fragment. Its untrained state follows the values in each site's
+            first payload.
+        code: The code of outer gradients and their mean: ``"fp4"`` or ``"fp32"``.
+        residual: The residual of the previous mean, in float32.
     """
     weights = [1 if record.final else contribution.weight for contribution in record.counted]
     factors = by_training(dict(enumerate(weights)))
@@ -121,7 +122,7 @@ def averaged(
             changed_by_site.append(changed)
     mean /= np.float32(len(weights))
     if record.final:
-        # A last mean is exact, and no mean comes after it.
+        # A last mean is exact, and no mean follows it.
         code = "fp32"
     elif residual is not None:
         mean += np.frombuffer(residual, np.float32)
@@ -143,14 +144,14 @@ def means_of(changed_by_site: Sequence[Mapping[int, bytes]], sizes: Sizes) -> di
             means[number] = elementwise_mean(rows).astype(dtype).tobytes()
             continue
         finite = [values for values in sent if not has_nan(values, sizes.numbers[number])]
-        # If every site has a NaN, all sites keep what they have.
+        # If every site has a NaN, all sites keep their values.
         if finite:
             means[number] = finite[0]
     return means
 
 
 def has_nan(values: bytes, number: str) -> bool:
-    """Returns whether the bytes of a tensor hold a NaN, given how torch calls its dtype.
+    """Returns whether the bytes of a tensor contain a NaN, given torch's name for its dtype.
 
     Examples:
         >>> bfloat16 = bytes.fromhex("803f c07f")  # 1 and NaN
@@ -165,8 +166,8 @@ def has_nan(values: bytes, number: str) -> bool:
 
 
 def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
-    """Returns the plain mean over the sites. A value that all sites share keeps its bits; a site
-    with any other value that is not finite is left out.
+    """Returns the plain mean over the sites. A value that is the same at all sites keeps its bits;
+    otherwise, sites whose value is not finite are left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
@@ -177,7 +178,7 @@ def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
     is_alike = (stacked == stacked[0]).all(axis=0)
     is_left_out = (~np.isfinite(stacked) & ~is_alike).any(axis=1)
     if is_left_out.all():
-        # If none is finite, the sites keep their own.
+        # If no value is finite, the sites keep their own.
         return stacked[0]
     mean = stacked[~is_left_out].mean(axis=0, dtype=stacked.dtype)
     return np.where(is_alike, stacked[0], mean)
@@ -186,7 +187,7 @@ def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
 def _sent(
     contribution: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
 ) -> tuple[Vector, dict[int, bytes]]:
-    """Returns the values that a site has sent, joined from the shards of its ranks, and its changed
+    """Returns the values that a site sent, joined from the shards of its ranks, and its changed
     untrained state.
     """
     if contribution.exact:

@@ -1,8 +1,8 @@
-"""A hub in memory, in real or virtual time: for simulations and tests.
+"""A hub in memory, in real or virtual time, for simulations and tests.
 
 [Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its
-clock is the time. Messages on their way arrive before a later turn begins. So nothing depends on
-the speed of this machine.
+clock defines the time. Messages on their way arrive before a later turn begins. So nothing depends
+on the speed of this machine.
 """
 
 import heapq
@@ -21,8 +21,8 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of some sites; ``until`` gives the others their turns; see [Note: whose turn it
-    is].
+    """The clocks of several sites. ``until`` gives the other sites their turns; see [Note: whose
+    turn it is].
     """
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
@@ -33,11 +33,15 @@ class VirtualTime:
         self._numbers = count()
 
     def schedule(self, time: float, act: Callable[[], object]) -> None:
-        """Acts at a time; acts that are due at the same time come in the order of the calls."""
+        """Schedules an action. Actions that are due at the same time run in the order of the
+        calls.
+        """
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), act))
 
     def passes(self, site: int, seconds: float) -> None:
-        """Passes seconds for the site whose turn it is; the others have theirs meanwhile."""
+        """Advances the clock of the site whose turn it is; the others have their turns
+        meanwhile.
+        """
         end = self.now + seconds
         self._clocks[site] = end
         self._until(
@@ -54,8 +58,8 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The link of a site, on which payloads and states take time. A wait lasts for a ``moment`` at
-    least.
+    """The link of a site, on which payloads and states take time. A wait lasts for at least a
+    ``moment``.
     """
 
     time: VirtualTime
@@ -68,7 +72,9 @@ class VirtualLink:
 
 
 class InProcessHub:
-    """A hub in the memory of this process. It does what is due whenever a connection is used."""
+    """A hub in the memory of this process. It does work that is due whenever a connection is
+    used.
+    """
 
     def __init__(
         self,
@@ -83,7 +89,7 @@ class InProcessHub:
         self.journal = SQLiteLedger(MEMORY)
         self.store = InMemoryStore()
         self.clients: dict[str, InProcessClient] = {}
-        # Its sites are in this process, too, so the quorums that they name may be imported.
+        # Its sites are also in this process, so the quorums that they name may be imported.
         self.coordinator = Coordinator(run, self.journal, self.store, sites, clock, imported)
         self.coordinator.start(self.notify)
 

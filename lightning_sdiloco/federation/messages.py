@@ -1,17 +1,18 @@
-"""The messages of sites and hub: contributions, records, and everything else that they exchange.
+"""The messages between sites and the hub: contributions, records, and everything else that they
+exchange.
 
-[Note: the chain] The records of a fragment form a chain: each names the key of the one before it,
-and the first names the run config. Two sites whose last records have the same key have applied the
-same records in the same order, so one key per fragment identifies the whole history of a site. The
-sequence number of a record counts over all fragments. It is the place of the record in the hub's
-journal, which creates it once and never again.
+[Note: the chain] The records of a fragment form a chain: each contains the key of the previous one,
+and the first contains the key of the run config. Two sites whose last records have the same key
+have applied the same records in the same order, so one key per fragment identifies the whole
+history of a site. Sequence numbers run over the records of all fragments. They are positions in the
+hub's journal, each of which is written only once.
 
-[Note: how a site uses its connection] One thread, that of training, owns the follower and makes all
-calls: `FederatedWorld` is that loop. The network has its own threads. They see of the follower only
-the copies that `HubConnection.hello` and `heartbeat` have made, so it needs no lock. If a
-connection breaks, the network's threads connect again, say hello again, and send again all
-outstanding contributions: the caller does nothing for it. So every event may come twice; the
-follower knows how to handle that.
+[Note: how a site uses its connection] The training thread owns the follower and makes all calls:
+`FederatedWorld` is that loop. The network has its own threads. They access only the copies of the
+follower's values that `HubConnection.hello` and `heartbeat` have made, so the follower needs no
+lock. If a connection breaks, the network threads reconnect, say hello again, and resend all
+outstanding contributions; the caller does nothing. So any event may arrive twice, and the follower
+must handle that.
 """
 
 from collections.abc import Mapping
@@ -51,9 +52,7 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Identifies a contribution of a site to a fragment: an incarnation launches once for a
-    round.
-    """
+    """Identifies a contribution of a site to a fragment: an incarnation launches once per round."""
 
     round: Round
     incarnation: Incarnation
@@ -67,7 +66,7 @@ class RoundId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far the records of a fragment go: one entry of an applied vector."""
+    """The position of the last record of a fragment."""
 
     round: RoundNumber
     key: Key
@@ -98,30 +97,32 @@ class Contribution(Message):
     exact: bool = absent_if_empty(False)
     # The sum of the learning rates of these inner steps; 0 if unknown.
     path: float = absent_if_empty(0.0)
-    # How large the buffers are, as `UntrainedState.size` says; 0 if none has changed.
+    # The size of the buffers, from `UntrainedState.size`; 0 if none has changed.
     buffers: float = absent_if_empty(0.0)
 
     @property
     def launch(self) -> LaunchId:
-        """Identifies it within its site and fragment."""
+        """Identifies the contribution within its site and fragment."""
         return LaunchId(self.round, self.incarnation)
 
     def builds_on(self, closed: Position) -> bool:
-        """Returns whether it is for the round after a position."""
+        """Returns whether the contribution is for the round after a position."""
         return (closed.next_round, closed.key) == (self.round, self.previous)
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
-        """Why it cannot count, whatever the other contributions are; empty if it can."""
+        """The reason why it cannot count, regardless of the other contributions; empty if it
+        can.
+        """
         if not self.finite:
             return "not finite"
-        # The last mean includes each site, whether it has trained since or not.
+        # The last mean includes every site, even if it has not trained since its last contribution.
         return "" if self.weight or self.exact else "no samples"
 
 
 class LeftOut(NamedTuple):
-    """Why a contribution does not count, or why its buffers do not; one that is too long, or whose
-    buffers are too large, is ``times`` times as long as usual.
+    """The reason why a contribution or its buffers do not count. If it is too long, or its buffers
+    are too large, ``times`` is the ratio to the usual length or size.
     """
 
     site: Name
@@ -138,18 +139,18 @@ class LeftOut(NamedTuple):
 
     @property
     def is_by_guard(self) -> bool:
-        """True if the guard of the run has left it out."""
+        """True if the guard of the run left the contribution out."""
         return self.reason.startswith("too long")
 
     @property
     def is_of_buffers(self) -> bool:
-        """True if only its buffers do not count."""
+        """True if only the buffers do not count."""
         return self.reason.startswith("buffers")
 
 
 class Timing(NamedTuple):
-    """When a contribution arrived, by the hub's monotonic clock. It only decides which sites the
-    hub waits for.
+    """The time at which a contribution arrived, on the hub's monotonic clock. It only affects which
+    sites the hub waits for.
     """
 
     site: Name
@@ -160,7 +161,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Message):
-    """The contributions that make a round of a fragment, and thereby its members."""
+    """The contributions that form a round of a fragment."""
 
     seq: int
     fragment: Index
@@ -180,14 +181,14 @@ class Record(Message):
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
-        """The payloads to fetch: the hub's mean, or those that each counting site has sent."""
+        """The payloads to fetch: the hub's mean, or the payloads of each site that counts."""
         if self.mean:
             return [(self.mean,)]
         return [contribution.payloads for contribution in self.counted]
 
     @property
     def digest(self) -> int:
-        """The digest of the outer parameters after the round before, as agreed."""
+        """The agreed digest of the outer parameters after the previous round."""
         return self.counted[0].digest
 
     @property
@@ -199,7 +200,9 @@ class Record(Message):
         return None if index < 0 else self.counted[index]
 
     def index_of(self, site: str) -> int:
-        """Returns the place of a site's contribution among those that count; -1 if it does not."""
+        """Returns the index of a site's contribution among those that count; -1 if it does not
+        count.
+        """
         for index, contribution in enumerate(self.counted):
             if contribution.site == site:
                 return index
@@ -214,7 +217,7 @@ class Record(Message):
 
     @property
     def without_buffers(self) -> set[str]:
-        """The sites that count without their buffers, which are too large."""
+        """The sites that count without their buffers because these are too large."""
         sites = set[str]()
         for left_out in self.left_out:
             if left_out.reason == "buffers too large":
@@ -222,7 +225,9 @@ class Record(Message):
         return sites
 
     def why(self, site: str) -> str:
-        """Says why a site's contribution does not count, and with whom it was compared."""
+        """Returns a text that says why a site's contribution does not count and what it was
+        compared with.
+        """
         left_out = self.without(site)
         if left_out is None:
             return "it is not in this record"
@@ -241,8 +246,8 @@ class Record(Message):
 
     @classmethod
     def from_bytes(cls, text: bytes) -> "Record":
-        """Refuses a record whose contributions cannot make one round: it would split the sites that
-        apply it.
+        """Refuses a record whose contributions cannot form one round, because sites that apply it
+        would diverge.
         """
         record = super().from_bytes(text)
         sites = [contribution.site for contribution in record.counted]
@@ -270,7 +275,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round: a site has launched for it, or it is the last."""
+    """Calls a round because a site has launched for it, or because it is the last."""
 
     fragment: Index
     round: Round
@@ -278,7 +283,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """Which incarnation of a site has contributed to a fragment's open round."""
+    """The incarnation of a site that has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation
@@ -286,26 +291,27 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The hub's position. A site that has applied more records, or other ones, refuses it."""
+    """The hub's position. A site that has applied more records, or different ones, refuses it."""
 
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
     standing: Annotated[tuple[Standing, ...], MOST_FRAGMENTS] = ()
     rolled_back: bool = absent_if_empty(False)
-    terms: Terms | None = absent_if_empty(None)  # where they were amended
+    terms: Terms | None = absent_if_empty(None)  # if they were amended
     founded_again: bool = absent_if_empty(False)
 
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A training site's heartbeat: the only one that counts.
+    """The heartbeat of a training site, the only kind of heartbeat that counts.
 
     Attributes:
-        trained_steps: Inner steps of this incarnation, in each fragment, summed over the fragments.
-        lost_steps: Those of them that were launched late and dropped.
-        inner_lr: Its largest inner learning rate at the last launch.
-        cosine: Between its last contribution that counted and the mean of the others', in percent.
-        against: How many of its last 16 contributions pointed against the others.
+        trained_steps: The inner steps of this incarnation, counted once for each fragment.
+        lost_steps: The part of these steps that was launched late and dropped.
+        inner_lr: The largest inner learning rate at the last launch.
+        cosine: The cosine between the last contribution that counted and the mean of the others, in
+            percent.
+        against: How many of the last 16 contributions pointed against the others.
     """
 
     site: Name
@@ -330,8 +336,8 @@ class StateHeader(Message):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing is wrong here, but the hub waits for something, such as other sites at the founding,
-    or room on a disk.
+    """Nothing is wrong at this site, but the hub waits for something, such as other sites at the
+    founding, or disk space.
     """
 
     why: Annotated[str, 1 << 17]
@@ -339,7 +345,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The hub has let this site in: after every hello, and as the first event of every
+    """The hub has accepted this site. This follows every hello and is the first event of every
     connection.
     """
 
@@ -357,7 +363,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A round is closed. Records come in any order, once or more often."""
+    """A round is closed. Records arrive in any order, once or several times."""
 
     record: Record
     blobs: Mapping[str, Bytes] | None
@@ -372,14 +378,14 @@ class Amended:
 
 @dataclass(frozen=True)
 class InnerRate:
-    """The median inner learning rate of the sites that are there, for one that joins them."""
+    """The median inner learning rate of the connected sites, for one that joins them."""
 
     rate: float
 
 
 @dataclass(frozen=True)
 class StateWanted:
-    """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the
+    """The hub needs the state of this site: for a site that joins, as a snapshot, or to found the
     run.
     """
 
@@ -396,7 +402,7 @@ class StateArrived:
 
 @dataclass(frozen=True)
 class Lost:
-    """The hub cannot be reached: at the beginning, and again whenever another try has failed."""
+    """The hub cannot be reached. This event repeats after each failed attempt."""
 
     why: Annotated[str, 1 << 17]
     is_busy: bool = False
@@ -410,7 +416,7 @@ SiteEvent = (
 # On the wire
 
 Parts = Annotated[tuple[Payload, ...], range(1, 513)]  # the names of the blobs of a state
-# As much as two messages: a welcome and a snapshot, or a call and a contribution.
+# Enough for two messages: a welcome and a snapshot, or a call and a contribution.
 MOST_BYTES = 1 << 18
 
 
@@ -460,11 +466,13 @@ def event_of(
 
 
 def read_event(event: Event) -> HubEvent | None:
-    """Reads an event; a record without its payloads. None if only a newer hub knows its kind."""
+    """Reads an event; a record is read without its payloads. None if its kind is unknown, because
+    the hub is newer.
+    """
     if event.kind == "record":
         return Recorded(Record.from_bytes(event.body), None)
     if event.kind == "lost":
-        # It comes from the connection, not from a hub.
+        # This event comes from the connection, not from a hub.
         return Lost(str(event.header.get("why")), event.header.get("kind") == "Busy")
     if event.kind not in _KINDS:
         return None

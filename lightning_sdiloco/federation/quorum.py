@@ -1,5 +1,5 @@
-"""The quorum decides when a round closes: a small policy that the ledger asks, named in the run
-config.
+"""Quorums decide when a round closes. A quorum is a small policy that the run config names and the
+ledger applies.
 """
 
 import importlib
@@ -18,13 +18,13 @@ from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 class Quorum(ABC):
     """Decides which sites a round waits for, and whether it closes before its grace is over.
 
-    Only the hub asks, on its own monotonic clock. When the grace has passed since the first
-    contribution, a round with the `fewest` contributions closes in any case; so no quorum makes
-    sites wait for longer.
+    Only the hub applies it, with its own monotonic clock. Once the grace since the first
+    contribution has passed, a round with at least the `fewest` contributions closes in any case, so
+    no quorum makes sites wait longer.
 
-    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part
-    of the run config, and every hub of the run makes the same quorum from them. It decides only
-    from its arguments.
+    A quorum is a frozen dataclass whose arguments are JSON values. Its class and arguments are part
+    of the run config, from which every hub of the run makes the same quorum. Its methods may depend
+    only on their arguments and its own.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Quorum(ABC):
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns the least number of contributions with which a round closes.
+        """Returns the minimum number of contributions with which a round closes.
 
         Args:
             sites: The number of sites that could contribute.
@@ -50,13 +50,13 @@ class Quorum(ABC):
 
     @abstractmethod
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
-        """Returns the sites that a round waits for.
+        """Returns the sites for which a round waits.
 
         Args:
-            history: The last records of the fragment, the oldest first, at most 8; with their
+            history: The last records of the fragment, at most 8, oldest first, with their
                 `Record.timings`.
-            sites: The sites that could contribute: they have a lease, and are near enough to the
-                last record.
+            sites: The sites that could contribute: those that have a lease and are close enough to
+                the last record.
         """
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
@@ -64,8 +64,7 @@ class Quorum(ABC):
         sites have answered.
 
         Args:
-            arrived: The sites that have contributed, or have said that they will not, each with the
-                time.
+            arrived: The sites that have contributed or declined, each with the time.
             awaited: The sites that `awaited` returned.
             now: The time, in seconds.
         """
@@ -74,7 +73,7 @@ class Quorum(ABC):
 
 @dataclass(frozen=True)
 class All(Quorum):
-    """Waits for all sites, and for at least ``least`` of them: the default."""
+    """The default: waits for all sites, and for at least ``least`` of them."""
 
     least: int = 1
 
@@ -89,16 +88,16 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """Waits for as many sites as make the best use of time; the others are backup workers, as in
-    arXiv 2102.06280.
+    """Waits for the number of sites that makes the best use of time; the others are backup workers,
+    as in arXiv 2102.06280.
 
-    With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives,
-    l_k after the first. T and l_k are medians over the last 8 rounds. The quorum is the k with the
+    With k sites, a round takes the time T of a site's inner steps plus the time l_k from the first
+    arrival to the k-th. T and l_k are medians over the last 8 rounds. The quorum is the k with the
     largest k / (T + l_k): one slow site of M is left out if it arrives later than T / (M - 1). Its
-    training is carried, and every 8th round waits for all, so it counts there.
+    training is carried and counts in every 8th round, which waits for all sites.
 
     Args:
-        least: The smallest share of the sites with which a round can close; above 0 and at most 1.
+        least: The smallest share of the sites with which a round can close, above 0 and at most 1.
 
     Raises:
         ValueError: If ``least`` is out of range.
@@ -127,7 +126,7 @@ class DynamicBackup(Quorum):
         """Returns the sites that are worth waiting for."""
         names = sorted(sites)
         length = _round_length(history)
-        # Every 8th round waits for all sites: otherwise a site that is always a little late would
+        # Every 8th round waits for all sites. Otherwise, a site that is always a little late would
         # never count.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
@@ -141,7 +140,7 @@ class DynamicBackup(Quorum):
 
 
 def _round_length(history: Sequence[Record]) -> float | None:
-    """Returns the median time in which a site trains for a contribution, in seconds; None if it is
+    """Returns the median time that a site trains for a contribution, in seconds; None if
     unknown.
     """
     steps = dict[tuple[int, str], int]()
@@ -157,7 +156,7 @@ def _round_length(history: Sequence[Record]) -> float | None:
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns each site's median lateness: infinite if it mostly does not contribute."""
+    """Returns each site's median lateness, which is infinite if it mostly does not contribute."""
     late_by_round: dict[str, dict[int, float]] = {site: {} for site in sites}
     for record in history:
         for timing in record.timings:
@@ -166,7 +165,7 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
     lateness = {}
     last = history[-1].round
     for site, late in late_by_round.items():
-        # A site that has just joined counts as punctual; the grace bounds the cost of that.
+        # A site that has just joined is considered punctual; the grace limits the cost of this.
         first = max(min(late, default=last + 1), last + 1 - RETENTION)
         lateness[site] = median([late.get(round, inf) for round in range(first, last + 1)] or [0.0])
     return lateness
@@ -205,7 +204,7 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
 
 
 def imported(path: str) -> type[Quorum]:
-    """Imports a quorum; only for class paths that this machine's own user has given."""
+    """Imports a quorum. Call this only for class paths from this machine's own user."""
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):
@@ -224,8 +223,8 @@ def imported(path: str) -> type[Quorum]:
 
 
 def built_in(path: str, named: str | None = None) -> type[Quorum]:
-    """Finds the class of a quorum: one of this package, or the one that the hub's operator has
-    named.
+    """Returns the class of a quorum, which is one of this package or the one that the hub's
+    operator has named.
     """
     if path == named:
         return imported(path)

@@ -1,11 +1,11 @@
 """A site's end of the connection to its hub: see [Note: how a site uses its connection].
 
 [Note: a site of several ranks] Every rank has a connection, under the same name and incarnation.
-The first rank's says hello, contributes, and gets the events; the others move payloads only. A
-contribution names the payloads of all ranks, and the hub takes it when the last of them is in its
-store: the payload of one rank never counts without the others. So the bytes that a site sends do
-not grow with its ranks, nor do the bytes that it fetches: `places_of` gives every payload of
-another site to one rank.
+The connection of the first rank says hello, contributes, and gets events; the others only transfer
+payloads. A contribution names the payloads of all ranks, and the hub accepts it once the last of
+them is in its store, so the payload of one rank never counts without the others. The bytes that a
+site sends do not grow with its ranks, and neither do the bytes that it fetches: `places_of` assigns
+every payload of another site to one rank.
 """
 
 import logging
@@ -45,18 +45,18 @@ from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Hub
 
 log = logging.getLogger(__name__)
 
-_AGAIN = 1.0  # seconds after which a state is asked for again
-# Seconds after the end of a lease within which the hub has noticed it.
+_AGAIN = 1.0  # seconds after which a state is requested again
+# Seconds after the end of a lease within which the hub notices it.
 _MARGIN = 2.0
-# Unread records, with payloads that take memory, after which no more are fetched.
+# The number of unread records, whose payloads take memory, at which fetching pauses.
 _UNREAD = 32
-# Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub
-# that is gone.
+# Small messages do not wait behind large ones, states do not wait behind payloads, and nothing
+# waits for a hub that is gone.
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns the positions, among a contribution's payloads, of those that a rank fetches: each is
+    """Returns the positions of the payloads of a contribution that a rank fetches. Each payload is
     fetched by one rank of a site.
 
     Examples:
@@ -67,7 +67,7 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
 
 
 class Early(NamedTuple):
-    """A large payload that is fetched before it is known whether it counts."""
+    """A large payload that is fetched before its contribution is known to count."""
 
     fragment: int
     round: RoundNumber
@@ -75,14 +75,14 @@ class Early(NamedTuple):
 
 
 class Outbox:
-    """Contributions on their way to the hub: the last one to each fragment, until it is overtaken.
-    Its owner, the connection, holds a lock for every call that changes it.
+    """The contributions on their way to the hub: the last one to each fragment, until it is
+    overtaken. The owner, the connection, holds a lock for every call that changes it.
     """
 
     def __init__(self) -> None:
-        # By fragment: a contribution, with the payloads of this rank by key.
+        # By fragment: a contribution, and the payloads of this rank by key.
         self._entries: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
-        # Contributions that a thread is sending, and those of which payloads were sent before.
+        # Contributions that a thread is sending, and those whose payloads were sent before.
         self._sending: set[Contribution] = set()
         self._tried: set[Contribution] = set()
 
@@ -90,14 +90,14 @@ class Outbox:
         self._entries[contribution.fragment] = contribution, dict(blobs)
 
     def keep(self, outstanding: Collection[Contribution]) -> None:
-        """Forgets all contributions but those that may still count."""
+        """Forgets all contributions except those that may still count."""
         for contribution in self.contributions():
             if contribution not in outstanding:
                 del self._entries[contribution.fragment]
         self._tried.intersection_update(outstanding)
 
     def drop(self, record: Record) -> None:
-        """Forgets the contribution to the round of a record, or to an earlier one."""
+        """Forgets the contribution to the round of a record or to an earlier one."""
         entry = self._entries.get(record.fragment)
         if entry and entry[0].round <= record.round:
             del self._entries[record.fragment]
@@ -118,7 +118,7 @@ class Outbox:
         return entry[1] if entry and entry[0] == contribution else None
 
     def begin(self, contribution: Contribution) -> bool:
-        """Returns whether to send a contribution: False if a thread does so already."""
+        """Returns whether to send a contribution; False if a thread is already sending it."""
         if contribution in self._sending:
             return False
         self._sending.add(contribution)
@@ -128,14 +128,15 @@ class Outbox:
         self._sending.discard(contribution)
 
     def is_first_try(self, contribution: Contribution) -> bool:
-        """Notes a try; returns whether it is the first."""
+        """Notes an attempt; returns whether it is the first."""
         is_first = contribution not in self._tried
         self._tried.add(contribution)
         return is_first
 
 
 class RecordQueue:
-    """Records waiting to be handed to training. Its owner, the connection, holds a lock for every call.
+    """The records that wait to be passed to training. The owner, the connection, holds a lock for
+    every call.
 
     Attributes:
         applied: The last round of every fragment that has landed; None without a state.
@@ -181,7 +182,7 @@ class RecordQueue:
         return applied is not None and record.round <= applied
 
     def is_useful(self, record: Record) -> bool:
-        """Returns whether a record can be applied after those before it, without a state."""
+        """Returns whether a record can be applied after the ones before it, without a state."""
         if not self.kept_from or not self.applied:
             return True
         applied = self.applied[record.fragment]
@@ -197,9 +198,8 @@ class HubConnection:
     Attributes:
         hello_header: The hello that the transport sends on every new connection.
         heartbeat_header: The heartbeat that the transport sends.
-        amended: The terms of the run, if they were amended; None if they are those of the run
-            config.
-        sends_bytes_per_s: How fast the last large payload was sent.
+        amended: The terms of the run, if they were amended; otherwise None.
+        sends_bytes_per_s: The rate at which the last large payload was sent.
     """
 
     def __init__(
@@ -223,32 +223,32 @@ class HubConnection:
         self.amended: Terms | None = None
         self._run_config = b""
         self.lease = lease
-        # Guards state that threads share. No client call is made under it, because a hub in the
-        # same process also has a lock.
+        # Guards state that threads share. No client call is made while it is held, because a hub in
+        # the same process also has a lock.
         self._changed = threading.Condition(threading.RLock())
         self._closed = threading.Event()
-        # Set when the hub is back: pending retries run at once.
+        # Set when the hub is back, so that pending retries run at once.
         self._nudge = threading.Event()
         self._pools = {
             name: client.pool(threads, f"hub-{name}") for name, threads in _THREADS.items()
         }
         self._pending: set[Future[None]] = set()
         self._outbox = Outbox()
-        # By key: payloads of contributions that may count.
+        # By key: the payloads of contributions that may count.
         self._early: dict[str, Early] = {}
         self._events: list[SiteEvent] = []
         self._error: Exception | None = None
         self.records = RecordQueue()
-        # The hub refuses all calls until it has let the site in; then all outstanding contributions
-        # are sent.
+        # The hub refuses all calls until it has accepted the site; then all outstanding
+        # contributions are sent.
         self._let_in = rank > 0
         self._listens = False
-        # True while a state is asked for; and when to ask again at the earliest.
+        # Whether a state is being requested, and the earliest time to request it again.
         self._asking = False
         self._ask_at = float("-inf")
-        # Since when the hub says that the name is in use.
+        # The time since which the hub has reported that the name is in use.
         self._busy_since: float | None = None
-        # Since when payloads do not reach the hub.
+        # The time since which payloads have not reached the hub.
         self._away_since: float | None = None
 
     # Before training
@@ -258,8 +258,8 @@ class HubConnection:
         self._insist(lambda: self._client.call("ping"), advice)
 
     def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
-        """Asks until there is an answer, for as long as patience allows; if the name is in use, for
-        as long as a dead process's lease lasts.
+        """Asks until there is an answer, for as long as patience allows, or, if the name is in use,
+        for as long as a dead process's lease lasts.
         """
         began = self.now()
         warned_of = ""
@@ -308,7 +308,7 @@ class HubConnection:
             self._listens = True
             self._client.listen(self)
 
-    # Calls of training
+    # Calls from training
 
     def contribute(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> None:
         with self._changed:
@@ -317,7 +317,7 @@ class HubConnection:
             self._start(contribution)
 
     def prefetch(self, contribution: Contribution) -> None:
-        """Begins to fetch large payloads that will be needed if they count."""
+        """Starts to fetch large payloads that will be needed if they count."""
         if contribution.site == self.site or self._closed.is_set():
             return
         with self._changed:
@@ -352,9 +352,7 @@ class HubConnection:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
     def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
-        """Asks for a state, excluding some sources, or for payloads of rounds that the hub has
-        lost.
-        """
+        """Requests a state, excluding some sources, or payloads of rounds that the hub has lost."""
         about: Header = {"without": sorted(without)}
         if lacked:
             about["lacks"] = plain(lacked)
@@ -367,11 +365,11 @@ class HubConnection:
         try:
             answer = self._call("state", about)
         except Refused:
-            # Rounds that this site has heard of may be gone, after a rollback.
+            # After a rollback, rounds that this site has heard of may be gone.
             self._say_hello()
             raise
         if answer.get("records"):
-            # Records arrive again, and no state.
+            # Records arrive again instead of a state.
             self._asking = False
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
@@ -397,7 +395,7 @@ class HubConnection:
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
             raise ExchangeError(
                 f"A rank of {self.site} has not reached the hub for longer than"
-                f" patience={self._patience:.0f} s. The site's checkpoint holds what it trained:"
+                f" patience={self._patience:.0f} s. The site's checkpoint contains its training:"
                 " restart it when the hub can be reached."
             )
         with self._changed:
@@ -410,8 +408,8 @@ class HubConnection:
         return events
 
     def wait(self, timeout: float) -> bool:
-        """Waits until there is an event. Only the first rank does so; the other ranks return at
-        once, because they wait for the first.
+        """Waits for an event. Only the first rank does this; the other ranks return at once,
+        because they wait for the first.
         """
         return not self._rank and self._client.wait(
             self._changed, lambda: bool(self._events or self._error), timeout
@@ -434,7 +432,7 @@ class HubConnection:
             try:
                 task(*arguments)
             except (HubError, Refused, CancelledError) as error:
-                # Everything that matters is sent again with the next hello.
+                # Everything that matters is resent after the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
                 self.fail(error)
@@ -447,7 +445,7 @@ class HubConnection:
                 future.add_done_callback(self._pending.discard)
 
     def fail(self, error: Exception) -> None:
-        """Notes an error; at the end, when threads find all closed, that is expected."""
+        """Notes an error. Errors are expected at the end, when threads find connections closed."""
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
         with self._changed:
@@ -457,7 +455,7 @@ class HubConnection:
     def _call(
         self, name: str, about: Mapping[str, object] | None = None, body: bytes = b""
     ) -> Header:
-        """Makes a call to the hub; the first rank does so for all."""
+        """Makes a call to the hub; only the first rank does, for all ranks."""
         if self._rank:
             return {}
         return self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
@@ -472,12 +470,14 @@ class HubConnection:
             self._submit("senders", self._send, contribution)
 
     def _send(self, contribution: Contribution) -> None:
-        """Sends the payloads of a contribution until they are taken, or it is overtaken."""
+        """Sends the payloads of a contribution until they are accepted or the contribution is
+        overtaken.
+        """
         try:
             tries = 0
             while (blobs := self._unsent(contribution)) is not None:
-                # A site retries at once when the hub is back; it retries a hub that refuses less
-                # and less often, however often it says hello.
+                # A site retries at once when the hub is back. If the hub refuses, it retries less
+                # and less often, regardless of new hellos.
                 nudge = self._nudge
                 is_refused = False
                 try:
@@ -485,7 +485,7 @@ class HubConnection:
                         return
                 except Refused as error:
                     is_refused = True
-                    # If another rank sends, the first one may have to say hello first.
+                    # The first rank may have to say hello before another rank can send.
                     log.log(
                         logging.INFO if self._rank or tries else logging.WARNING,
                         "%s: round %d of fragment %d was not accepted: %s",
@@ -503,7 +503,7 @@ class HubConnection:
                 self._outbox.end(contribution)
 
     def _unsent(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns the payloads of a contribution, as long as it may count and the hub is called."""
+        """Returns the payloads of a contribution while it may count and the hub accepts calls."""
         return None if self._closed.is_set() else self._outbox.blobs_of(contribution)
 
     def _is_taken(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> bool:
@@ -514,7 +514,7 @@ class HubConnection:
                 began = self.now()
                 self._client.send(blob, {"site": self.site, "kind": "payload"}, key=key)
                 seconds = self.now() - began
-                # In later attempts the hub may already have part of it.
+                # In later attempts, the hub may already have part of the payloads.
                 if is_first and seconds > 0:
                     self.sends_bytes_per_s = len(blob) / seconds
             answer = self._call("contribute", None, contribution.to_bytes())
@@ -527,8 +527,8 @@ class HubConnection:
         self._away_since = None
         if answer.get("answer") != "waiting":
             return True
-        # If this rank has sent all payloads and some are missing, the store has dropped them as
-        # they arrived.
+        # If this rank has sent all payloads and some are missing, the store has dropped them on
+        # arrival.
         return len(blobs) < len({payload.key for payload in contribution.payloads})
 
     def _missed(self, error: Exception) -> None:
@@ -537,7 +537,7 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Announces a record when all wanted payloads have arrived, or some are gone."""
+        """Announces a record once all required payloads have arrived, or some are gone."""
         wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
         blobs = self._blobs(wanted)
         with self._changed:
@@ -551,8 +551,8 @@ class HubConnection:
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Announces a record, and forgets this site's contribution to its round, or to earlier
-        ones.
+        """Announces a record, and forgets this site's contribution to its round or to an earlier
+        one.
         """
         self._outbox.drop(record)
         self._put(Recorded(record, blobs))
@@ -563,7 +563,7 @@ class HubConnection:
             self._changed.notify_all()
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
-        """Returns blobs: the small ones come in one stream, the others at the same time; None if
+        """Returns blobs; small ones are fetched in one stream and large ones concurrently. None if
         some are gone.
         """
         with self._changed:
@@ -582,7 +582,7 @@ class HubConnection:
                 blobs[key] = future.result()
             return {payload.key: blobs[payload.key] for payload in payloads}
         except (HubUnreachable, CancelledError):
-            # The record comes again on the next connection.
+            # The record arrives again on the next connection.
             raise
         except Exception as error:
             log.warning("a payload is not available: %s", error)
@@ -600,9 +600,7 @@ class HubConnection:
         )
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Fetches again after a connection broke, unless the hub sends everything anew on the next
-        one.
-        """
+        """Retries after a connection breaks, unless the hub resends everything on the next one."""
         tries = 0
         while True:
             try:
@@ -628,10 +626,10 @@ class HubConnection:
             list(pool.map(send, parts, payloads))
         self._call("give", {"request": request, "parts": plain(payloads)}, header.to_bytes())
 
-    # Listening; nothing here waits, or a hub that is gone would be noticed late
+    # Listening. Nothing here waits, because then a lost hub would be noticed late
 
     def hear(self, event: Event) -> None:
-        """Handles an event of the hub, or of the transport."""
+        """Handles an event from the hub or from the transport."""
         hub_event = read_event(event)
         if not isinstance(hub_event, Lost):
             self._busy_since = None
@@ -683,13 +681,13 @@ class HubConnection:
     def _hear_lost(self, event: Lost, lacks_run_config: bool) -> None:
         self._let_in = False
         self._asking = False
-        # Pending fetches may not arrive.
+        # Pending fetches may never complete.
         self.records.fetching.clear()
         if lacks_run_config and not self._rank:
-            # A hub that has lost its ledger knows nothing of the run.
+            # A hub that has lost its ledger has no record of the run.
             self._submit("calls", self._bring, self._run_config)
         if event.is_busy:
-            # A process that died is not in the way for longer than its lease.
+            # A dead process blocks the name only for the length of its lease.
             if self._busy_since is None:
                 self._busy_since = self.now()
             if self.now() > self._busy_since + self.lease + _MARGIN:
@@ -704,7 +702,7 @@ class HubConnection:
             self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
-        """Fetches the payloads of waiting records, as far as there is room."""
+        """Fetches the payloads of waiting records, as far as memory allows."""
         with self._changed:
             unread = sum(
                 isinstance(event, Recorded) and event.blobs is not None for event in self._events

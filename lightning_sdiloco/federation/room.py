@@ -1,7 +1,7 @@
-"""The room at a hub: which blobs its store keeps, when it drops the others, and when a snapshot has
-to make room.
+"""The space at a hub: which blobs its store keeps, when it drops the others, and when a snapshot is
+needed to make space.
 
-The coordinator owns the `Room` of its run, and holds its lock for every call but `back_up`.
+The coordinator owns the `Room` of its run, and holds its lock for every call except `back_up`.
 """
 
 import logging
@@ -30,10 +30,11 @@ from lightning_sdiloco.federation.wire import Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
-_AGAIN = 1.0  # seconds after which a snapshot is asked for again
+_AGAIN = 1.0  # seconds after which a snapshot is requested again
 _TIDY_EVERY = 60.0
-_LACKING = 60.0  # seconds for which a full disk is in the status after it has refused a blob
-# Rounds that close, at the least, while a snapshot is sent and then verified by the next record.
+_LACKING = 60.0  # seconds for which the status reports a full disk after it has refused a blob
+# The minimum number of rounds that close while a snapshot is sent and then verified by the next
+# record.
 _VERIFYING = 2
 
 
@@ -46,7 +47,7 @@ class RecordIndex:
 
     def __init__(self, base: Sequence[int]) -> None:
         self._base = base
-        # By fragment: the numbers of its records in the journal, in order.
+        # By fragment: the positions of its records in the journal, in order.
         self._numbers = [array("q") for _ in base]
         # By fragment: the last rounds, and the keys of their payloads.
         self._payloads: list[deque[tuple[int, tuple[str, ...]]]] = [deque() for _ in base]
@@ -75,7 +76,9 @@ class RecordIndex:
         return rounds
 
     def keys_from(self, rounds: Sequence[int]) -> set[str]:
-        """Returns the keys of payloads from rounds on, and forgets those of earlier rounds."""
+        """Returns the keys of payloads since the given rounds, and forgets those of earlier
+        rounds.
+        """
         kept_keys = set[str]()
         for payloads, first in zip(self._payloads, rounds, strict=True):
             while payloads and payloads[0][0] < first:
@@ -89,9 +92,9 @@ class Room:
     """Decides which blobs the store of a run keeps.
 
     Args:
-        lock: The coordinator's, which `back_up` holds only while it notes what to copy.
-        is_new: True if the run has not been founded. Otherwise the hub was started again, and does
-            not know who has sent the blobs that are there: so it tidies at the next interval.
+        lock: The coordinator's lock, which `back_up` holds only while it lists what to copy.
+        is_new: True if the run has not been founded. Otherwise, the hub was restarted and does not
+            know who sent the existing blobs, so it tidies at the next interval.
 
     Attributes:
         unnamed: The blobs that no message has named yet.
@@ -112,25 +115,26 @@ class Room:
         self._clock = clock
         self._lock = lock
         self.unnamed = UnnamedBlobs()
-        # The run's, and its records; there is none until the run is founded.
+        # The ledger and the records of the run; None until the run is founded.
         self._ledger: Ledger | None = None
         self._index = RecordIndex([])
-        # When the store is tidied next, or after how many records if that is sooner.
+        # The time at which the store is tidied next, or the number of records, if that is reached
+        # first.
         self._tidy_at = clock() + _TIDY_EVERY
         self._tidy_after = 0 if is_new else math.inf
-        # When a snapshot is asked for next, at the earliest; the last round when one was; and how
-        # many rounds closed until the one before was verified.
+        # The earliest time to request the next snapshot, the last round at the previous request,
+        # and how many rounds closed until the previous snapshot was verified.
         self._snapshot_at = clock()
         self._snapshot_asked_at: int | None = None
         self._rounds_until_verified = _VERIFYING
-        # Why the store has refused a blob, and until when the status says so.
+        # The reason why the store refused a blob, and the time until which the status reports it.
         self._refusal = ""
         self._refused_until = -math.inf
         self._backing_up = set[str]()
         self._copying = threading.Lock()
 
     def follow(self, ledger: Ledger, index: RecordIndex) -> None:
-        """Takes the ledger of the run, which was founded, started again or rolled back."""
+        """Takes the ledger of the run, which was founded, restarted or rolled back."""
         self._ledger = ledger
         self._index = index
 
@@ -148,7 +152,7 @@ class Room:
         self.unnamed.add(key, sender, self._clock(), lease)
 
     def needed(self) -> set[str]:
-        """Returns the keys of all blobs that are still of use."""
+        """Returns the keys of all blobs that are still needed."""
         ledger = self._founded
         needed = self._index.keys_from(ledger.fetched_from(self._clock()))
         needed |= self._states.keys(ledger)
@@ -158,7 +162,7 @@ class Room:
         return needed
 
     def tidy(self) -> None:
-        """Drops blobs that are of no use: at intervals, and sooner if rounds close quickly."""
+        """Drops unneeded blobs at intervals, which are shorter if rounds close quickly."""
         ledger = self._founded
         now = self._clock()
         if now < self._tidy_at and ledger.seq < self._tidy_after:
@@ -170,16 +174,16 @@ class Room:
         self._store.retain(self.needed() | self.unnamed.keys(now) | self._backing_up)
 
     def drop(self, key: str) -> None:
-        """Drops at once a large blob that is of no use any more."""
+        """Immediately drops a large blob that is no longer needed."""
         if key not in self._backing_up:
             self._store.drop(key)
 
     def back_up(self, folder: Path) -> int:
-        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many
-        records it holds.
+        """Copies the ledger and blobs into a folder from which a hub can be started; returns the
+        number of records in it.
 
-        It copies the run as of one moment, while the run continues. An incomplete copy replaces
-        none.
+        It copies the run as of one moment, while the run continues. An incomplete copy does not
+        replace an earlier one.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = BlobStore(folder / "hub.store")
@@ -208,23 +212,25 @@ class Room:
     # A full disk
 
     def refuse(self, error: NoSpace) -> None:
-        """Notes that the store has refused a blob for which there is no room."""
+        """Notes that the store has refused a blob for lack of space."""
         self._refused_until = self._clock() + _LACKING
         self._refusal = str(error)
 
     def note_stored(self) -> None:
-        """Notes that there was room for a blob."""
+        """Notes that there was space for a blob."""
         self._refused_until = self._clock()
 
     @property
     def trouble(self) -> str | None:
-        """Why no room was found a while ago, if nothing shows yet that there is some."""
+        """The reason of an earlier lack of space, until something shows that there is space
+        again.
+        """
         return self._refusal if self._clock() < self._refused_until else None
 
-    # Snapshots make room
+    # Snapshots make space
 
     def ask_for_snapshot(self) -> None:
-        """Asks a site for its state if it is time for a snapshot."""
+        """Requests a site's state if it is time for a snapshot."""
         ledger = self._founded
         now = self._clock()
         if now < self._snapshot_at or not self._wants_snapshot(ledger):
@@ -237,8 +243,8 @@ class Room:
             self._states.ask_donor(donor, for_snapshot=True)
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Returns whether it is time for a snapshot: after some rounds, or sooner if there is no
-        room for their payloads.
+        """Returns whether it is time for a snapshot: after a number of rounds, or earlier if there
+        is no space for their payloads.
         """
         rounds = [position.round for position in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
@@ -249,7 +255,9 @@ class Room:
         return free is not None and free < self.still_needs
 
     def drop_snapshots(self) -> None:
-        """Drops the snapshots that a verified one replaces, and soon the payloads before it."""
+        """Drops the snapshots that a verified one replaces, which soon also frees the payloads
+        before it.
+        """
         ledger = self._founded
         if not self._states.drop_all_but(ledger.snapshots.headers):
             return
@@ -261,7 +269,7 @@ class Room:
 
     @property
     def still_needs(self) -> int:
-        """How many more bytes the store will hold before a snapshot makes room: payloads, and a
+        """The additional bytes that the store needs before a snapshot makes space: payloads and a
         state.
         """
         ledger = self._founded

@@ -1,4 +1,4 @@
-"""The run config, on which a run was founded. A site with another one is refused, with the list of
+"""The run config on which a run is founded. A site with a different one is refused with the list of
 differences.
 """
 
@@ -28,7 +28,7 @@ from lightning_sdiloco.federation.codec import (
 from lightning_sdiloco.federation.untrained import Sizes
 
 RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
-# Rounds between two states that sites leave at the hub, which survive the loss of all sites.
+# Rounds between two states that sites send to the hub, which survive the loss of all sites.
 SNAPSHOT_EVERY = 50
 LONGEST_GRACE = 10.0
 _SHOWN = 5
@@ -39,7 +39,7 @@ _DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """Names a `Quorum` in the run config: every hub of the run makes the same one from it."""
+    """The `Quorum` in the run config, from which every hub of the run makes the same object."""
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Json]
@@ -55,7 +55,9 @@ class ChosenQuorum:
 
 @dataclass(frozen=True)
 class Terms:
-    """Holds what hub and sites must agree on to follow the same rules. Times are in seconds."""
+    """The values that the hub and the sites must agree on to follow the same rules. Times are in
+    seconds.
+    """
 
     fragments: Annotated[int, range(MOST_FRAGMENTS + 1)]
     sync_every: int
@@ -65,7 +67,7 @@ class Terms:
     quorum: int | ChosenQuorum = 1
     rounds: int | None = None
     guard: float | None = GUARD
-    hub_mean: Literal["fp4", "fp32"] | None = None  # the code of what the hub means, where it does
+    hub_mean: Literal["fp4", "fp32"] | None = None  # the code of the hub's mean, if it averages
     dense_beginning: DenseBeginning | None = absent_if_empty(None)
 
     def __post_init__(self) -> None:
@@ -98,19 +100,19 @@ class Terms:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """When fragments launch and land at a site that is never late."""
+        """The launches and landings of a site that is never late."""
         return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
 
     def steps_before(self, fragment: int, round: RoundNumber) -> int:
-        """Returns the inner steps between the launch of a round and that of the one before."""
+        """Returns the inner steps between the launch of a round and the previous launch."""
         if self.dense_beginning is None:
             return self.sync_every
         launch_of = self.schedule.launch_of
         return launch_of(fragment, round) - launch_of(fragment, round - 1)
 
     def least_steps(self, round: RoundNumber) -> int:
-        """Returns the fewest inner steps since a site last counted with which it launches for a
-        round.
+        """Returns the minimum number of inner steps, since a site last counted, with which it
+        launches for a round.
         """
         sync_every = self.sync_every
         if self.dense_beginning is not None and self.schedule.is_dense_round(round):
@@ -119,33 +121,34 @@ class Terms:
 
     @property
     def longest_wait(self) -> float:
-        """How long a site stops training, at most, because a flight has not landed."""
+        """The maximum time for which a site stops training because a flight has not landed."""
         return self.grace + 1.0
 
     def is_last(self, round: RoundNumber) -> bool:
         return self.rounds is not None and round >= self.rounds
 
 
-# Terms that an operator may amend during a run. None of them changes the arithmetic of a mean: they
-# reach the sites apart from the records. A term that does must be written into each record.
+# Terms that an operator may amend during a run. They must not affect the arithmetic of a mean,
+# because they reach the sites separately from the records. A term that does would have to be part
+# of each record.
 AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")
 
-# A fragment's parameters in the order of their values: names, and what describes shape and dtype.
+# A fragment's parameters in the order of their values: names, and descriptions of shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 
 @dataclass(frozen=True)
 class RunConfig(Message):
-    """Holds what must be the same at all sites, and stays the same as long as the run lasts."""
+    """The values that must be the same at all sites and never change during a run."""
 
     run: Name
     terms: Terms
-    settings: Mapping[str, str]  # every one as text, with no "auto" left in it
+    settings: Mapping[str, str]  # all settings as text, with every "auto" resolved
     fragments: tuple[Parameters, ...]
-    # Of each fragment the sizes of its shards, if the ranks must be the same everywhere.
+    # The sizes of each fragment's shards, if all sites must have the same number of ranks.
     shards: tuple[tuple[int, ...], ...]
-    versions: Mapping[str, str]  # of all that takes part in the arithmetic
-    self_test: str  # digest of a site's arithmetic on known values
+    versions: Mapping[str, str]  # of everything that affects the arithmetic
+    self_test: str  # the digest of a site's arithmetic on known values
 
     most_bytes = 1 << 26  # it names every parameter
     sealed = True
@@ -159,16 +162,16 @@ class RunConfig(Message):
 
     @cached_property
     def key(self) -> str:
-        """The key that identifies a run config; the first record of every fragment names it."""
+        """The key that identifies a run config; the first record of every fragment contains it."""
         return key_of(self.to_bytes())
 
     @cached_property
     def numel(self) -> int:
-        """How many values all parameters have."""
+        """The number of values in all parameters."""
         return sum(self.sizes(fragment).numel for fragment in range(len(self.fragments)))
 
     def sizes(self, fragment: int) -> Sizes:
-        """Returns how many values the parameters of a fragment have, and how many bytes its
+        """Returns the number of values in the parameters of a fragment and the bytes of its
         untrained state.
         """
         numel = 0
@@ -198,8 +201,8 @@ class RunConfig(Message):
         )
 
     def most_bytes_of(self, kind: str) -> int:
-        """Returns how large a payload, or a part of a state, may be: more than any that this
-        package makes.
+        """Returns the maximum size of a payload or a part of a state, which is more than this
+        package ever sends.
         """
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + self._most_untrained
 
@@ -209,7 +212,7 @@ class RunConfig(Message):
         return 16 * sum(self.sizes(fragment).sent(is_exact=True).most for fragment in fragments)
 
     def summary(self) -> dict[str, Json]:
-        """Returns it as an object of JSON, without the names of parameters."""
+        """Returns the run config as a JSON object, without the names of parameters."""
         summary: dict[str, Json] = plain(self)
         del summary["shards"]
         summary["key"] = self.key
@@ -218,7 +221,9 @@ class RunConfig(Message):
         return summary
 
     def differences(self, reference: "RunConfig") -> list[str]:
-        """Names the differences from another run config, which is "there"; this one is "here"."""
+        """Lists the differences from another run config; this one is "here", the other one
+        "there".
+        """
         ours = dict(_leaves(plain(self)))
         theirs = dict(_leaves(plain(reference)))
         return [
@@ -228,11 +233,10 @@ class RunConfig(Message):
         ]
 
     def require_same(self, founded: "RunConfig") -> list[str]:
-        """Refuses this run config, which a site has brought, if the run was founded on another
-        one.
+        """Refuses this run config, which is a site's, if the run was founded on a different one.
 
-        A site with another patch of a version may join if its arithmetic is the same on known
-        values. Those differences are returned.
+        A site with a different patch version may join if its arithmetic gives the same results on
+        known values. Such differences are returned.
         """
         patches = list[str]()
         refused = list[str]()
@@ -245,14 +249,16 @@ class RunConfig(Message):
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {founded.run!r}, which was founded on another run"
-                f" config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same model"
-                " with the same settings and versions. Start this one with the run's."
+                f"This site cannot join the run {founded.run!r}, which was founded on a different"
+                f" run config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same"
+                " model with the same settings and versions. Start this one with the run's."
             )
         return patches
 
     def _is_patch(self, founded: "RunConfig", package: str) -> bool:
-        """Returns whether two versions differ in their patch alone, and compute the same."""
+        """Returns whether two versions differ only in their patch number and compute the same
+        results.
+        """
         ours = self.versions.get(package, "").split(".")
         theirs = founded.versions.get(package, "").split(".")
         has_patch = len(ours) > 2 < len(theirs)
@@ -260,7 +266,7 @@ class RunConfig(Message):
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the dotted names of all values in an object of JSON, each with its text."""
+    """Yields the dotted names of all values in a JSON object, each with its text."""
     if isinstance(value, dict):
         for key, element in value.items():
             yield from _leaves(element, f"{name}.{key}" if name else key)

@@ -1,15 +1,15 @@
-"""A hub that starts itself: on which host, from which files, with which keys, and until when.
+"""A hub that starts itself: its host, its files, its keys, and its end.
 
 [Note: a hub that starts itself] The first rank of the site on the hub's host starts the hub as a
-separate process, if none answers there. That process survives the site: a site that is killed and
+separate process if no hub answers there. That process survives the site: a site that is killed and
 restarted finds it. If the whole host dies, the hub continues from its ledger when the host is back.
-Two processes cannot serve one run: the ledger is locked, also on a file system that several hosts
-share. The hub ends with the run: when all its sites have left, or none has been connected for a
-while. Until then the first rank's process stays alive, because some launchers end the processes
-that another leaves behind.
+Two processes cannot serve one run, because the ledger is locked, even on a file system that several
+hosts share. The hub ends with the run, when all its sites have left or none has been connected for
+a while. Until then, the first rank's process keeps running, because some launchers end the
+processes that another one leaves behind.
 
-Each host has the keys from the folder of the hub. Only their owner can read them, so the hub's host
-makes them automatically if all hosts see its folder; otherwise it hands out nothing.
+Each host reads its keys from the folder of the hub. Only their owner can read them, so the hub's
+host makes them automatically if all hosts can access its folder; otherwise, it hands out no keys.
 """
 
 import atexit
@@ -37,12 +37,12 @@ from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
 _log = logging.getLogger(__name__)
 
 _MOMENT = 0.2  # seconds between checks
-_LONGEST_START = 60.0  # seconds that a hub may take until it listens
-# Seconds after which keys must be visible on all hosts: a shared file system may be late.
+_LONGEST_START = 60.0  # seconds within which a hub must listen
+# Seconds after which keys must be visible on all hosts; a shared file system may lag behind.
 _LATE_KEYS = 30.0
 _FIRST_WARNING = 10.0
-# Seconds without a connected site after which a hub ends: if all sites have left, and if some were
-# lost and may come back.
+# Seconds without a connected site after which a hub ends: the first if all sites have left, the
+# second if some were lost and may come back.
 _ALL_LEFT = 2.0
 _NOBODY = 120.0
 _SHOWN_LOG = 2000
@@ -60,11 +60,11 @@ class Place(NamedTuple):
 
 
 def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
-    """Returns the place of this host, with the address and number that the launcher gives where the
-    user gives none.
+    """Returns the place of this host. The launcher provides the address and number if the user does
+    not.
     """
     launch = launch_of_host()
-    # A host that takes itself for the only one would found a run alone.
+    # A host that believed it was the only one would found a run alone.
     if sites is None and launch.hosts in (None, 1):
         raise ValueError(
             f"The hub of run {run!r} is to start itself, but {launch.launcher} does not report"
@@ -89,12 +89,12 @@ class HubOfRun(NamedTuple):
 
     Attributes:
         run: The name of the run.
-        address: Address and port.
+        address: The address and port.
         sites: The number of sites that found the run.
-        folder: The folder of ledger, payloads, log and keys.
-        is_here: True if it runs on this host.
-        keys: The user's folder of keys; None: those in its own folder.
-        insecure: True if it serves without TLS.
+        folder: The folder for the ledger, payloads, log and keys.
+        is_here: True if the hub runs on this host.
+        keys: The user's folder of keys; None for the keys in the hub's own folder.
+        insecure: True if the hub serves without TLS.
     """
 
     run: str
@@ -118,7 +118,7 @@ class HubOfRun(NamedTuple):
         return self.folder / "keys"
 
     def prepare(self, site: str, patience: float) -> None:
-        """Starts the hub if this is its host and none answers, and gets the keys of this site."""
+        """Starts the hub if this is its host and no hub answers, and gets the keys of this site."""
         if self.is_here:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.keys is None and not self.insecure:
@@ -138,7 +138,7 @@ class HubOfRun(NamedTuple):
         return self.keys or self._made_keys
 
     def stay(self) -> None:
-        """Lets this process end only when the hub has ended, if it runs on this host."""
+        """Keeps this process running until the hub has ended, if the hub runs on this host."""
         if self.is_here:
             atexit.register(self._await_end)
 
@@ -150,7 +150,7 @@ class HubOfRun(NamedTuple):
         return True
 
     def _make_keys(self) -> None:
-        """Makes an authority for this run, which appears whole, unless there is one."""
+        """Makes an authority for this run atomically, unless there is one."""
         if self._made_keys.exists():
             return
         new = self.folder / f"keys.{secrets.token_hex(4)}.new"
@@ -162,7 +162,7 @@ class HubOfRun(NamedTuple):
             shutil.rmtree(new)
 
     def _await_keys(self, patience: float) -> None:
-        """Waits until the hub's host has made the keys, in a folder that this host sees."""
+        """Waits until the hub's host has made the keys in a folder that this host can access."""
         began = time.monotonic()
         warns_at = began + _FIRST_WARNING
         answers_since = None
@@ -189,7 +189,7 @@ class HubOfRun(NamedTuple):
             time.sleep(_MOMENT)
 
     def _start(self) -> None:
-        """Starts the hub, and waits until it listens; or until another process has started it."""
+        """Starts the hub and waits until it listens, or until another process has started it."""
         arguments = {**self._asdict(), "folder": str(self.folder)}
         arguments["keys"] = None if self.insecure else str(self.keys_of_sites)
         with self.log_file.open("a") as log:
@@ -198,14 +198,14 @@ class HubOfRun(NamedTuple):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Signals to the site's processes are not for the hub.
+                # Signals to the site's processes must not reach the hub.
                 start_new_session=True,
             )
         deadline = time.monotonic() + _LONGEST_START
         while not self._answers(_LOOPBACK):
             has_ended = process.poll() is not None
             if has_ended:
-                # Another one may be about to listen.
+                # Another hub may be about to listen.
                 deadline = min(deadline, time.monotonic() + 10.0)
             if time.monotonic() > deadline:
                 end = f"ended with code {process.returncode}" if has_ended else "does not listen"
@@ -236,12 +236,12 @@ def hub_of_hosts(
     keys: str | Path | None,
     insecure: bool,
 ) -> HubOfRun:
-    """Returns the hub that the hosts of a run start, as this one sees it."""
+    """Returns the hub that the hosts of a run start, from the perspective of this host."""
     launch = launch_of_host()
     ((address, _),) = hub_addresses(place.hub)
     is_here = is_of_this_host(address)
     if launch.number is not None and launch.address == address:
-        # Names may mean this machine on every host.
+        # On every host, such names may refer to that host.
         is_here = launch.number == 0
     if is_here and keys is not None and not Path(keys).is_dir():
         raise ValueError(
@@ -260,7 +260,7 @@ def hub_of_hosts(
 
 
 def serve(hub: HubOfRun) -> None:
-    """Serves a run until its sites have left, or a signal comes."""
+    """Serves a run until its sites have left or a signal arrives."""
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

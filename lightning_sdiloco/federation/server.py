@@ -1,4 +1,4 @@
-"""The hub's end of the connections to all sites: it identifies callers, transfers blobs and events,
+"""The hub's end of the connections to all sites. It identifies callers, transfers blobs and events,
 and leaves all decisions to the coordinator.
 """
 
@@ -66,23 +66,23 @@ log = logging.getLogger(__name__)
 # Calls that are served at the same time. A site makes one for each of its connections, and one that
 # lasts.
 MAX_CALLS = 512
-_FOR_OPERATORS = 32  # further calls, so that there is always room for operators
-_MOST_OF_ONE = {"site": 256}  # calls that one certificate of a role may have open
+_FOR_OPERATORS = 32  # additional calls that are reserved for operators
+_MOST_OF_ONE = {"site": 256}  # open calls per certificate, by role
 _MOST_OF_OTHERS = 32
 _SILENT = 10.0  # seconds within which a call must identify its caller
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-# Events that wait for a peer that does not read them; with one more the peer is sent away.
+# The number of unread events of a peer; one more ends its connection.
 MAX_EVENTS = 1024
-MAX_WATCHING = 16  # concurrent watches per holder; a site watches once
+MAX_WATCHING = 16  # concurrent watches per holder; a site needs one
 _GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
 _AGAIN = 1.0  # seconds after which a failed attempt is repeated
-_FEW_DESCRIPTORS = 64  # unused descriptors of this process below which the hub says so
+_FEW_DESCRIPTORS = 64  # the hub warns if this process has fewer unused descriptors
 _DESCRIPTORS = Path("/proc/self/fd")
-_NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; nothing in between can compress it
+_NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; no device on the way can compress it
 
 
 class Session:
-    """A watching peer: its events wait until it reads them."""
+    """A watching peer, and its events until it reads them."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -105,7 +105,7 @@ class Session:
             self._waiting.put(error)
 
     def events(self, first: Iterable[Event], heartbeat: float) -> Iterator[Event]:
-        """Yields waiting events, and a heartbeat if there are none."""
+        """Yields waiting events, or a heartbeat if there are none."""
         yield from first
         while True:
             try:
@@ -120,8 +120,8 @@ class Session:
 
 
 class Door:
-    """Admits a call before any of it is read: a limited number per certificate, and none that stays
-    silent.
+    """Admits calls before anything of them is read: a limited number per certificate, and none that
+    remains silent.
     """
 
     def __init__(self) -> None:
@@ -155,10 +155,10 @@ class Door:
         finally:
             with self._lock:
                 self._open[role, name] -= 1
-                self._open += Counter()  # drops peers without any
+                self._open += Counter()  # drops peers without open calls
 
     def first(self, requests: Iterator[bytes], context: Context) -> bytes | None:
-        """Returns the first message of a stream, which has a moment for it."""
+        """Returns the first message of a stream, which must arrive within a time limit."""
         with self._lock:
             self._silent[context] = time.monotonic() + _SILENT
         try:
@@ -168,7 +168,7 @@ class Door:
                 del self._silent[context]
 
     def watch(self) -> None:
-        """Ends streams that stay silent, until `close`."""
+        """Ends silent streams, until `close`."""
         while not self._closed.wait(_AGAIN):
             with self._lock:
                 now = time.monotonic()
@@ -194,17 +194,17 @@ class Hub:
         heartbeat: float = 1.0,
     ) -> None:
         self.store = store
-        # It is in each answer and event; one on disk has its epoch there.
+        # The epoch is part of each answer and event. A hub with files on disk has its epoch there.
         self._stamp: Header = {}
         self._calls = calls
         self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._sessions: list[Session] = []
-        # By site: the session of its current incarnation.
+        # By site: the session of the current incarnation.
         self._of_site: dict[str, Session] = {}
-        # Sites that have watched, with whether they have left since.
+        # By site that has watched: whether it has left since.
         self._has_left: dict[str, bool] = {}
-        # By role, name and key: blobs of which parts have arrived.
+        # By role, name and key: blobs that have arrived in part.
         self._arriving: dict[tuple[str, str, str], Upload] = {}
         self._run = run
         self._bundle = _bundle_of_hub(run, keys, insecure)
@@ -228,8 +228,8 @@ class Hub:
         self._messages = extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # Every caller that TLS admits gets the hub's status, without a header. `Watch` would hold a
-        # thread for each caller.
+        # Every caller that TLS admits gets the hub's status, without a header. `Watch` is not
+        # offered, because it would occupy a thread for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
@@ -311,7 +311,7 @@ class Hub:
     def _read(
         self, call: str, message: bytes | None, context: Context
     ) -> tuple[Peer, Header, Header, bytes]:
-        """Returns the caller, the whole header, its part for the call, and the body."""
+        """Returns the caller, the whole header, the part that describes the call, and the body."""
         if message is None:
             raise Malformed("a call begins with a header.")
         header, body = unpack(message)
@@ -334,8 +334,8 @@ class Hub:
     # Blobs
 
     def _put(self, requests: Iterator[bytes], context: Context) -> bytes:
-        """Takes a part of a blob, or none; answers whether it is stored, or which parts are
-        missing.
+        """Takes a part of a blob, or none. The answer says whether the blob is stored, or which
+        parts are missing.
         """
         peer, header, about, _ = self._read("put", self._door.first(requests, context), context)
         key = checked_key(header.get("key"))
@@ -355,14 +355,14 @@ class Hub:
     def _take(
         self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
     ) -> Ranges | None:
-        """Takes the pieces of a blob from a position on; returns which parts are missing, or None
-        if it is stored. With none missing, another call is about to store it.
+        """Takes the pieces of a blob, starting at a position. Returns the missing parts, or None if
+        the blob is stored. If no parts are missing, another call is about to store it.
         """
         with suppress(Missing):
             self.store.size(key)
             return None
         upload = self._upload(peer, key, size)
-        # Some blobs are complete already: empty ones, and those whose sender asks what is missing.
+        # Some blobs are already complete: empty ones, and those whose sender asks what is missing.
         is_complete = not upload.missing
         for piece in pieces:
             is_complete = upload.take(start, piece) or is_complete
@@ -399,7 +399,7 @@ class Hub:
         return upload
 
     def _get(self, message: bytes, context: Context) -> Iterator[bytes]:
-        """Sends a blob's size and then a part of it, or several small blobs, one after the other."""
+        """Sends a blob's size and then a part of it, or several small blobs in a row."""
         _, header, _, keys = self._read("get", message, context)
         if keys:
             starts = range(0, len(keys), 32)
@@ -430,7 +430,7 @@ class Hub:
     def _call(self, message: bytes, context: Context) -> bytes:
         peer, header, about, body = self._read("call", message, context)
         if header["call"] == "ping":
-            # A site measures its bandwidth with pings: it gets as many bytes as it asks for.
+            # Sites measure their bandwidth with pings: they get as many bytes as they request.
             answer: Header = {}
             if "bytes" in about:
                 body = _NOISE[: checked_size(about["bytes"], CHUNK, "answer")]
@@ -500,7 +500,9 @@ class Hub:
     def _streaming(
         self, stream: Callable[[_Request, Context], Iterator[bytes]]
     ) -> Callable[[_Request, Context], Iterator[bytes]]:
-        """Returns a call that ends with a status if it fails, and shows a stranger no internals."""
+        """Returns a call that ends with a status if it fails and does not reveal internals to
+        strangers.
+        """
 
         def guarded(request: _Request, context: Context) -> Iterator[bytes]:
             try:
@@ -511,7 +513,8 @@ class Hub:
                     raise
                 codes = extra("grpc").StatusCode
                 if isinstance(error, Failure):
-                    # One line each, whatever a stranger has sent. The operator has to make room.
+                    # One line for each error, whatever a stranger has sent. The operator must make
+                    # space.
                     reason = " ".join(str(error).split())
                     level = logging.ERROR if isinstance(error, NoSpace) else logging.INFO
                     log.log(level, "%s: %s", context.peer(), reason)
@@ -525,7 +528,7 @@ class Hub:
     def _answering(
         self, answer: Callable[[_Request, Context], bytes]
     ) -> Callable[[_Request, Context], bytes]:
-        """As `_streaming`, for calls with one answer."""
+        """Does the same as `_streaming` for calls with one answer."""
 
         def stream(request: _Request, context: Context) -> Iterator[bytes]:
             yield answer(request, context)
@@ -555,7 +558,7 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
 
 
 def raise_limit_of_descriptors() -> None:
-    """Lets this process open as many connections and files as the machine allows."""
+    """Allows this process to open as many connections and files as the machine permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # Some systems allow less than they report.
@@ -564,7 +567,7 @@ def raise_limit_of_descriptors() -> None:
 
 
 def scarce_descriptors() -> str | None:
-    """Returns a warning if this process can open hardly any more connections, where that is
+    """Returns a warning if this process can open only a few more connections, where that is
     known.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -580,7 +583,7 @@ def scarce_descriptors() -> str | None:
 
 
 class HubService(Hub):
-    """Serves a run to its sites, from the files on disk."""
+    """Serves a run to its sites, from files on disk."""
 
     def __init__(
         self,
@@ -609,7 +612,7 @@ class HubService(Hub):
                 " folder, and a copy would overwrite it. Give another folder, on another disk."
             )
         if quorum is not None:
-            imported(quorum)  # now, and not when a site names it
+            imported(quorum)  # now, so that errors do not appear only when a site names it
         raise_limit_of_descriptors()
         self._has_warned_of_descriptors = False
         self._look_at_descriptors = time.monotonic()
@@ -625,7 +628,7 @@ class HubService(Hub):
             )
             self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
-            # It ends an earlier hub, so nothing after it may refuse to serve.
+            # This ends an earlier hub, so nothing after it may refuse to serve.
             self._epoch = Epoch(Path(ledger))
             self._stamp = {"epoch": self._epoch.number}
             self.ledger.before_write = self._epoch.require
@@ -654,7 +657,7 @@ class HubService(Hub):
 
     @override
     def close(self, grace: float = 0.5) -> None:
-        # It comes first: a copy that is being made may take long to end.
+        # This comes first, because a copy in progress may take a long time to end.
         self._health.enter_graceful_shutdown()
         self._closed.set()
         self._awake.set()
@@ -662,7 +665,7 @@ class HubService(Hub):
             if thread.ident is not None:
                 thread.join()
         super().close(grace)
-        # Calls that are still being answered inform no site.
+        # Calls that are still being answered no longer inform sites.
         self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
 
@@ -697,5 +700,5 @@ class HubService(Hub):
             began = time.monotonic()
             self._awake.wait(seconds)
             self._awake.clear()
-            # If the process was stopped, it most likely was here.
+            # If the process was stopped, this is most likely the place.
             self.coordinator.resumed(time.monotonic() - began - seconds)

@@ -1,13 +1,13 @@
-"""The world of a site: its fragments launch and land when the rules of the federation say so.
+"""The world of a site, whose fragments launch and land according to the rules of the federation.
 
 The training thread owns the follower and calls the connection; see [Note: how a site uses its
-connection]. Encoding and averaging run in the background; the training thread checks on them once
-in every inner step. A site never waits for the network, except where the follower says so.
+connection]. Encoding and averaging run in the background, and the training thread checks on them
+once per inner step. A site waits for the network only if the follower requires it.
 
 [Note: one site, many followers] Every rank has its own follower. The first rank calls the hub for
-all ranks, each rank moves its own payloads, and all ranks get the same events, with the same time,
-after the same inner step. So all of them decide the same, and they agree on nothing but the events.
-A record becomes an event when every rank has the payloads of it that it needs.
+all ranks, each rank transfers its own payloads, and all ranks get the same events, with the same
+time, after the same inner step. So all of them make the same decisions, and they need to agree only
+on the events. A record becomes an event once every rank has the payloads that it needs.
 """
 
 import io
@@ -67,24 +67,25 @@ from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 _log = logging.getLogger(__name__)
 
-# How long a site waits for events at a time, in seconds.
+# The time for which a site waits for events in one call, in seconds.
 _MOMENT = 0.05
-# Seconds after which a payload is sent again that the hub has lost.
+# Seconds after which a payload that the hub has lost is resent.
 _AGAIN = 1.0
-# Inner learning rates of sites that differ by more than this factor are not those of one schedule.
+# Sites whose inner learning rates differ by more than this factor do not follow the same schedule.
 _UNLIKE_RATES = 1.25
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
 
 
 class RankReport(NamedTuple):
-    """The values that a rank passes on to the other ranks of its site after an inner step.
+    """The values that a rank reports to the other ranks of its site after an inner step.
 
     Attributes:
-        events: At the first rank, the new events: their kinds, and their fields as plain values.
-        fetched: Keys of records whose payloads this rank has fetched, or knows to be gone (False).
+        events: At the first rank, the kinds of new events, and their fields as plain values.
+        fetched: The keys of records whose payloads this rank has fetched (True) or knows to be gone
+            (False).
         now: The time of this rank.
-        requests: Bits that this rank requests of all ranks.
-        samples: Samples that this rank has trained since the last report.
+        requests: The request bits that this rank sends to all ranks.
+        samples: The samples that this rank has trained on since the last report.
         rate: The learning rate of its last inner step.
     """
 
@@ -97,8 +98,8 @@ class RankReport(NamedTuple):
 
 
 class SiteReport(NamedTuple):
-    """The same at all ranks: new events, the time, the requests and samples of all ranks, and their
-    largest learning rate.
+    """The combined report, which is the same at all ranks: new events, the time, the requests and
+    samples of all ranks, and their largest learning rate.
     """
 
     events: list[SiteEvent]
@@ -109,8 +110,8 @@ class SiteReport(NamedTuple):
 
 
 def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result]:
-    """Runs a task on every rank; returns the results of all ranks. An error of one rank is raised
-    on all, so that none waits for the others.
+    """Runs a task on every rank and returns all results. An error on one rank is raised on all
+    ranks, so that none waits for the others.
     """
     outcomes = ranks.attempt(task)
     for outcome in outcomes:
@@ -121,7 +122,7 @@ def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result
 
 
 class _Fetching(NamedTuple):
-    """A record that is no event yet, and the ranks that have its payloads."""
+    """A record that is not yet an event, and the ranks that have its payloads."""
 
     record: Record
     ranks: set[int]
@@ -141,7 +142,7 @@ class SharedConnection:
         self._ranks = topology.in_site
         rank = topology.group_rank
         self._leads = rank == 0
-        # Payloads that this rank has fetched of records which other ranks are still fetching.
+        # Fetched payloads of records for which other ranks are still fetching.
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._fetching: dict[str, _Fetching] = {}
         connections = list[HubConnection]()
@@ -171,7 +172,7 @@ class SharedConnection:
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
     def hear(self, requests: int = 0, samples: int = 0, rate: float = 0.0) -> SiteReport:
-        """Returns the events since the last call, and what all ranks request and have trained."""
+        """Returns the events since the last call, and the requests and training of all ranks."""
         if self._ranks.size == 1:
             return SiteReport(self.hub.events(), self.hub.now(), requests, samples, rate)
         values: list[Json] = on_all_ranks(
@@ -202,7 +203,7 @@ class SharedConnection:
         return RankReport(events, fetched, self.hub.now(), requests, samples, rate)
 
     def _read(self, plain_events: Sequence[tuple[str, Json]]) -> list[SiteEvent]:
-        """Returns the events of the first rank, except records, which all ranks begin to fetch."""
+        """Returns the events of the first rank except records, which all ranks start to fetch."""
         events = list[SiteEvent]()
         for kind, fields in plain_events:
             event: SiteEvent = read(SITE_EVENTS[kind], fields, kind.lower())
@@ -220,12 +221,12 @@ class SharedConnection:
         return events
 
     def _note_fetched(self, rank: int, key: str, is_available: bool) -> Recorded | None:
-        """Returns the event of a record, once all ranks have its payloads or one knows that they
+        """Returns the event of a record once all ranks have its payloads, or one finds that they
         are gone.
         """
         fetching = self._fetching.get(key)
         if fetching is None:
-            # It was fetched twice.
+            # The record was fetched twice.
             self._payloads.pop(key, None)
             return None
         fetching.ranks.add(rank)
@@ -236,7 +237,7 @@ class SharedConnection:
         return Recorded(fetching.record, blobs if is_available else None)
 
     def ready(self, pending: Mapping[int, Pending[Result]]) -> Collection[int]:
-        """Returns the background work that is ready at rank 0: the other ranks wait a moment for
+        """Returns the background work that is ready at rank 0; the other ranks briefly wait for
         theirs.
         """
         if not pending:
@@ -270,12 +271,13 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Part(NamedTuple):
-    """The outer state of a fragment as it arrives from another site.
+    """The outer state of a fragment that arrives from another site.
 
     Attributes:
         outer: This rank's shard of the outer state.
         untrained: The untrained state by name.
-        of_first: After the last round, the tensors that the first site has kept of its own.
+        of_first: After the last round, the first site's values of tensors that sites keep as their
+            own.
     """
 
     outer: OuterState
@@ -284,8 +286,8 @@ class Part(NamedTuple):
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> Part:
-    """Reads the part that this rank holds, perhaps of a site with another number of ranks.
-    Executes nothing.
+    """Reads this rank's part, perhaps from a site with a different number of ranks. Received data
+    is never executed.
     """
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
@@ -293,7 +295,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
         untrained = {name: state["buffers"][name] for name in fragment.untrained.names}
         of_first = fragment.untrained.own.fitting(state["own"])
-    except Exception as error:  # whatever is wrong in a file that a stranger may have made
+    except Exception as error:  # a stranger's file may be wrong in any way
         raise ValueError(
             f"what arrived is not a state of fragment {fragment.index}: {error}"
         ) from error
@@ -307,7 +309,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
 
 @dataclass
 class Launched:
-    """A flight of this site; ``encoded`` is None as long as the background works on it."""
+    """A flight of this site; ``encoded`` is None while the background encodes it."""
 
     flight: PendingFlight
     encoded: Encoded | None = None
@@ -321,7 +323,7 @@ class Applying(NamedTuple):
 
 
 class FederatedWorld:
-    """Launches and lands as the records of a federation say; see [Note: how a site uses its
+    """Launches and lands according to the records of a federation; see [Note: how a site uses its
     connection].
     """
 
@@ -343,30 +345,30 @@ class FederatedWorld:
         self._connection = connection
         self.follower = follower
         self._waits = waits
-        # By fragment: the flight of this site, and the record that is being applied.
+        # By fragment: the flight of this site, and the record being applied.
         self._launched: dict[int, Launched] = {}
         self._applying: dict[int, Applying] = {}
         # By key: the payloads of records that have not been applied.
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         # Donors whose states were refused.
         self._refused: list[str] = []
-        # The time of the last events; and when lost payloads are sent again, at the earliest.
+        # The time of the last events, and the earliest time to resend lost payloads.
         self._now = time.monotonic()
-        # The inner step, as of the last launches.
+        # The inner step of the last launches.
         self._step = 0
         self._give_again_at = -math.inf
         self._has_said_hello = False
         self._has_left = False
         self._has_warned_of_drop = False
-        # True if the hub cannot be reached, and if that is because its history is another one.
+        # Whether the hub cannot be reached, and whether the reason is that its history differs.
         self._is_alone = False
         self._has_parted = False
-        # The inner learning rate of the other sites, and whether this one has compared its own.
+        # The inner learning rate of the other sites, and whether this site has compared its own.
         self._rate_of_others: float | None = None
         self._has_compared_rates = False
-        # Why rounds do not close, as the hub says; empty if they do.
+        # The hub's reason why rounds do not close; empty if they do.
         self._waits_for = ""
-        # The requests of all ranks, as of the last launch.
+        # The requests of all ranks at the last launch.
         self.requested = 0
         # The training of this rank since the last `hear`.
         self._samples = 0
@@ -379,13 +381,13 @@ class FederatedWorld:
         return all(progress.ended for progress in self.follower.fragments)
 
     def join(self, step: int) -> None:
-        """Waits until the hub has let this site in, it has a state, and all records so far have
-        landed.
+        """Waits until the hub has accepted this site, the site has a state, and all records so far
+        have landed.
         """
         self._step = step
         self.hear()
         while not self._has_joined():
-            # One landing at a time: far behind, a state is faster, and arrives meanwhile.
+            # One landing at a time: for a site far behind, a state is faster and arrives meanwhile.
             landing = next(self._land_ready(step), None)
             self._look_after()
             if landing is None:
@@ -401,7 +403,7 @@ class FederatedWorld:
         )
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step by its samples, which may differ between ranks: `hear` adds them
+        """Counts an inner step and its samples, which may differ between ranks; `hear` adds them
         up.
         """
         self._has_trained = True
@@ -409,8 +411,8 @@ class FederatedWorld:
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches what is due; returns how many fragments. All ranks learn the requests of each
-        rank at once.
+        """Launches fragments that are due and returns their number. All ranks immediately learn the
+        requests of each rank.
         """
         self._step = step
         self.requested = self.hear(self._rounds.requests.take())
@@ -446,8 +448,8 @@ class FederatedWorld:
         self._encode(launch, begun, (began, time.perf_counter()))
 
     def _compare_rates(self) -> None:
-        """Warns, once, if this site trains with another inner learning rate than the others: its
-        schedule is its own, and begins with its own first step.
+        """Warns once if this site's inner learning rate differs from that of the others. Each site
+        has its own schedule, which begins with its first step.
         """
         rate = self._fragmented_model.inner.rate or None
         self.follower.inner_lr = rate
@@ -466,7 +468,7 @@ class FederatedWorld:
             )
 
     def _encode(self, launch: Launch, begun: Contribution, launched: Span) -> None:
-        # The engine does not ask for the result, which is no `Arrival`.
+        # The engine does not use the result, which is not an `Arrival`.
         pending: Pending[Any] = self._in_background(lambda: self._arithmetic.encode(launch, begun))
         flight = PendingFlight(launch, pending, launched)
         self._launched[launch.fragment] = Launched(flight)
@@ -480,7 +482,7 @@ class FederatedWorld:
         return self._rounds.background.start(in_one_stage())
 
     def _send(self, wait: bool = False) -> None:
-        """Sends the launches that are encoded; with ``wait``, all of them."""
+        """Sends launches that are already encoded, or all of them with ``wait``."""
         encoding: dict[int, Pending[Any]] = {
             index: launched.flight.pending
             for index, launched in self._launched.items()
@@ -491,7 +493,7 @@ class FederatedWorld:
             self._launched[index].encoded = encoded
             flight = self.follower.fragments[index].flight
             contribution: Contribution | None = encoded.sent
-            # A launch from before the checkpoint is complete already.
+            # A launch from before the checkpoint is already complete.
             if flight is None or flight.own != contribution:
                 contribution = self.follower.complete(encoded.sent)
             if contribution is not None:
@@ -504,7 +506,7 @@ class FederatedWorld:
                 self._rounds.flights.remove(self._launched.pop(index).flight)
 
     def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands what is due, and waits where the rules say so."""
+        """Lands records that are due, and waits if the rules require it."""
         yield from self._land_ready(step)
         began = time.perf_counter()
         while self._waits and (longest_wait := self.follower.waits(step, self._now)) > 0.0:
@@ -514,14 +516,14 @@ class FederatedWorld:
         self._look_after()
 
     def land_all(self, step: int) -> Iterator[Landing]:
-        """Launches all that the site holds, follows until it is recorded, and leaves."""
+        """Launches all training that the site holds, follows until it is recorded, and leaves."""
         yield from self._end(step, lambda: True)
         if self._at_end is not None and self._topology.group_rank == 0:
             self._at_end()
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same as `land_all`, but waits for the hub no longer than for a landing: a site
-        that must end has little time.
+        """Does the same as `land_all`, but waits for the hub no longer than for a landing, because
+        a site that must end has little time.
         """
         deadline = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < deadline)
@@ -538,7 +540,7 @@ class FederatedWorld:
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Does nothing: a site that ends takes no final mean, and the others continue."""
+        """Does nothing, because a site that ends takes no final mean while the others continue."""
         return iter(())
 
     def close(self) -> None:
@@ -557,7 +559,7 @@ class FederatedWorld:
         self._connection.hub.heartbeat(self.follower)
 
     def _give_again(self) -> None:
-        """Sends again, once in a while, what the hub may have lost of rounds that are closed."""
+        """Resends, at intervals, payloads of closed rounds that the hub may have lost."""
         if self._now < self._give_again_at:
             return
         self._give_again_at = self._now + _AGAIN
@@ -566,7 +568,7 @@ class FederatedWorld:
                 self._give(contribution)
 
     def _give_after_rollback(self, welcome: Welcome) -> None:
-        """Sends flights again whose rounds had been closed, and are not any more."""
+        """Resends flights whose rounds were closed but no longer are."""
         if welcome.rolled_back:
             for contribution in self.follower.outstanding():
                 self._give(contribution)
@@ -580,13 +582,13 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
-        """Applies in the background the records that land next, if their payloads are here, and
-        lands those due.
+        """Applies the records that land next in the background, if their payloads are here, and
+        lands those that are due.
         """
         while True:
             self._apply_next()
             due = self._due(step)
-            # A site far behind waits for the arithmetic, not for an inner step per round.
+            # A site far behind waits only for the arithmetic, not for one inner step per round.
             behind = []
             pending = {}
             for index, applying in due.items():
@@ -645,8 +647,8 @@ class FederatedWorld:
         self._blobs.pop(record.key, None)
         if action is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against other outer parameters than this site"
-                " holds: it fetches a state.",
+                "Round %d of fragment %d was measured against different outer parameters from this"
+                " site's, so it fetches a state.",
                 record.round,
                 record.fragment,
             )
@@ -719,7 +721,7 @@ class FederatedWorld:
         landing = arrival.landing
         index = record.index_of(self.follower.site)
         mixes = action.mixes and index not in landing.outlying
-        # The memory of a compression changes only if what it encoded has counted.
+        # The memory of a compression changes only if the encoded contribution has counted.
         if not (mixes and index in landing.counted):
             commit = fragment.committed()._replace(outer=arrival.commit.outer)
             arrival = arrival._replace(commit=commit)
@@ -736,7 +738,9 @@ class FederatedWorld:
             fragment.tuning = None
 
     def _reported(self, record: Record, landing: Landing, encoded: Encoded | None) -> Landing:
-        """Returns the report of a landing with what concerns this site: it is group 0 there."""
+        """Returns the report of a landing from the perspective of this site, which is group 0 in
+        it.
+        """
         site = self.follower.site
         topology = self._topology
         left_out = record.without(site)
@@ -745,7 +749,7 @@ class FederatedWorld:
             is_outlying = True
         bytes_received = 0
         for fetch in fetched_by(topology.group_rank, topology.group_size, record):
-            # A site has its own payloads.
+            # A site already has its own payloads.
             if record.mean or fetch.source != record.index_of(site):
                 bytes_received += fetch.payload.size
         bytes_sent = 0
@@ -765,7 +769,7 @@ class FederatedWorld:
     # Incoming events
 
     def hear(self, requests: int = 0) -> int:
-        """Handles the events since the last call, and says hello before the first; returns the
+        """Handles the events since the last call, and says hello before the first call; returns the
         requests of all ranks.
         """
         if not self._has_said_hello:
@@ -805,8 +809,8 @@ class FederatedWorld:
                 if self.follower.reachable:
                     self._is_alone = True
                     _log.warning(
-                        "%s The site trains on without it, and sends its training when the hub is"
-                        " back.",
+                        "%s The site continues to train without it, and sends its training when"
+                        " the hub is back.",
                         event.why,
                     )
                 self.follower.lose(self._now)
@@ -814,19 +818,19 @@ class FederatedWorld:
                 self._warn_of_waiting(event.why)
 
     def _enter(self, event: Welcomed) -> None:
-        """Takes part in the run, from where the hub says that it is."""
+        """Enters the run at the hub's position."""
         if not self._is_welcome(event.welcome):
             return
         self._drop_landed()
         self._give_after_rollback(event.welcome)
         if self._is_alone:
-            _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
+            _log.warning("The hub is back: site %s sends its training.", self.follower.site)
         self._is_alone = False
         self._waits_for = ""
         snapshot = event.snapshot
         is_new = all(progress.digest is None for progress in self.follower.fragments)
         if is_new and snapshot and not any(position.round for position in snapshot.applied):
-            # At round 0 it has the state on which the run was founded, if its values are the same.
+            # At round 0, it has the state on which the run was founded, if its values are the same.
             digests = self.digests()
             if list(snapshot.digests) == digests:
                 self.follower.found(digests)
@@ -842,17 +846,17 @@ class FederatedWorld:
             self._blobs[record.key] = event.blobs
 
     def _warn_of_waiting(self, why: str) -> None:
-        # Once for each reason: nothing else would show why training does not begin.
+        # Once for each reason. Nothing else would show why training does not begin.
         if why != self._waits_for:
             self._waits_for = why
             activity = "waits"
             if self.follower.follows:
-                activity = "trains on while no rounds close"
+                activity = "continues to train while no rounds close"
             _log.warning("Site %s %s: %s", self.follower.site, activity, why)
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Takes in the hub's position. A hub with fewer records, or other ones, is treated as gone:
-        it may come back.
+        """Takes in the hub's position. A hub with fewer or different records is treated as gone,
+        because the right one may come back.
         """
         try:
             self._begin_again(self.follower.welcome(welcome))
@@ -861,7 +865,9 @@ class FederatedWorld:
                 raise
             if not self._has_parted:
                 _log.warning(
-                    "%s The site trains on without that hub, for as long as patience allows.", error
+                    "%s The site continues to train without that hub, for as long as patience"
+                    " allows.",
+                    error,
                 )
             self._is_alone = True
             self._has_parted = True
@@ -880,7 +886,7 @@ class FederatedWorld:
         return digests_of(values, starts, self._topology.in_site)
 
     def _state(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
-        """Returns the state of this site, if it is up to date, or founds the run."""
+        """Returns the state of this site if it is up to date or founds the run."""
         applied = tuple(progress.applied for progress in self.follower.fragments)
         header = StateHeader(applied, tuple(self.digests()))
         if not founding and not (self.follower.follows and self.follower.header() == header):
@@ -900,20 +906,20 @@ class FederatedWorld:
             return
         _log.info(
             "This site's launches from before its restart are in open rounds, of fragments %s. It"
-            " trains on from their outer parameters.",
+            " continues from their outer parameters.",
             ", ".join(map(str, fragments)),
         )
         self._fragmented_model.cut_model.reshard()
         for index in fragments:
             fragment = self._fragments[index]
             fragment.write_outer(self._topology.in_group, stays=True)
-            # The memory of the compression is of launches of another incarnation, or of none.
+            # The memory of the compression belongs to launches of another incarnation, or to none.
             fragment.memory = None
             fragment.tuning = None
 
     @torch.no_grad()
     def _adopt(self, state: StateArrived) -> None:
-        """Takes over a state that arrived, as far as it is newer than this site's own."""
+        """Adopts a state that arrived, where it is newer than this site's own."""
         if not self.follower.wants_state:
             return
         fragments = self._fragments
@@ -942,8 +948,8 @@ class FederatedWorld:
         self._drop_landed()
 
     def _start_from(self, part: Part, fragment: FragmentState, action: MergeAction) -> None:
-        """Gives a fragment the outer state that arrived, and its local parameters what an action
-        says.
+        """Replaces the outer state of a fragment with one that arrived, and applies an action to
+        its local parameters.
         """
         in_group = self._topology.in_group
         before = fragment.gathered(in_group)
@@ -968,7 +974,7 @@ class FederatedWorld:
     # Checkpoints
 
     def state_dict(self) -> State:
-        """Returns the site's progress in the federation, and its flights, once they are encoded."""
+        """Returns the site's progress in the federation, and its flights once they are encoded."""
         self._send(wait=True)
         return {
             **self._rounds.state_dict(),

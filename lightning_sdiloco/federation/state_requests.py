@@ -1,4 +1,4 @@
-"""States at the hub: a site that needs a state gets it from another site, or from a snapshot.
+"""States at the hub: a site that needs a state gets it from another site or from a snapshot.
 
 The coordinator owns the `States` of its run, and holds its lock for every call.
 """
@@ -28,19 +28,21 @@ from lightning_sdiloco.federation.wire import Missing
 
 log = logging.getLogger(__name__)
 
-# seconds after which another site is asked for a state that the first has not begun to send
+# seconds after which another site is asked because the first has not begun to send its state
 _PATIENCE = 60.0
-# seconds that a site may take to send a state, and others to fetch it
+# seconds that a site has to send a state, and that others have to fetch it
 _SENDING = 3600.0
-# seconds after which a state is asked for again that had no room in the store
+# seconds after which a state for which the store had no space is requested again
 _NO_ROOM = 30.0
-_SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
+_SNAPSHOT = "the snapshot"  # the source of a state that the hub itself keeps
 
 Store = BlobStore | InMemoryStore
 
 
 class Need(NamedTuple):
-    """A state that a site needs: not of these sources, and one that these rounds have made."""
+    """A site's need for a state: the excluded sources, and the rounds that the state must
+    include.
+    """
 
     without: frozenset[str] = frozenset()
     beyond: tuple[RoundId, ...] = ()
@@ -48,18 +50,19 @@ class Need(NamedTuple):
 
 @dataclass
 class StateRequest:
-    """A request for a state. One state serves all sites that need one meanwhile.
+    """A request for a state, which serves all sites that need one in the meantime.
 
     Attributes:
         name: Identifies the request.
         donor: The site that is asked.
-        until: When another site is asked instead.
+        until: The time at which another site is asked instead.
         founding: True if the run is founded on the state.
         for_snapshot: True if the hub keeps it.
-        askers: The sites that need it, and what each needs.
-        state: The state, from when the donor has named its blobs.
-        sent: The keys of blobs that the donor has sent, or is sending.
-        lacks_room: True if some blob had no room in the store: the state will not be complete.
+        askers: The sites that need the state, with their needs.
+        state: The state, once the donor has named its blobs.
+        sent: The keys of blobs that the donor has sent or is sending.
+        lacks_room: True if the store had no space for some blob, so that the state will not be
+            complete.
     """
 
     name: str
@@ -74,7 +77,9 @@ class StateRequest:
 
 
 class Handed(NamedTuple):
-    """A state that sites are fetching: they may for ``until``, and all begin before ``begun``."""
+    """A state that sites are fetching. They may do so until ``until``, and all of them begin before
+    ``begun``.
+    """
 
     parts: tuple[Payload, ...]
     askers: tuple[str, ...]
@@ -89,7 +94,7 @@ class States:
         notify: Sends an event to sites.
 
     Attributes:
-        snapshots: The states that the hub keeps, by the name of their note, the oldest first.
+        snapshots: The states that the hub keeps, by the name of their note, oldest first.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class States:
         self._handed: list[Handed] = []
 
     def keys(self, ledger: Ledger) -> set[str]:
-        """Returns the keys of all blobs that are still of use."""
+        """Returns the keys of all blobs that are still needed."""
         self._forget_fetched(ledger)
         states = [handed.parts for handed in self._handed]
         states += [snapshot.parts for snapshot in self.snapshots.values()]
@@ -119,7 +124,7 @@ class States:
         return keys.union(*(request.sent for request in self._requests.values()))
 
     def _forget_fetched(self, ledger: Ledger) -> None:
-        """Forgets the states that no site fetches any more."""
+        """Forgets the states that no site is still fetching."""
         now = self._clock()
         sites = set(ledger.present(now))
         fetching = {site for site in sites if not ledger.members[site].follows}
@@ -133,7 +138,7 @@ class States:
     # Requests
 
     def ask(self, ledger: Ledger, site: str, need: Need) -> None:
-        """Gets a state for a site: from a donor, which is asked, or from the snapshot."""
+        """Gets a state for a site from a donor, which is asked, or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         request = self._open_request(ledger, site, need)
@@ -159,7 +164,7 @@ class States:
             self._notify(event_of(Waiting(why)), [site])
 
     def _open_request(self, ledger: Ledger, site: str, need: Need) -> StateRequest | None:
-        """Returns a request whose state can serve a site, too."""
+        """Returns an open request whose state can also serve a site."""
         for request in self._requests.values():
             is_open = not request.founding and request.state is None
             is_other = request.donor not in {site, *need.without}
@@ -187,15 +192,15 @@ class States:
         return any(request.for_snapshot for request in self._requests.values())
 
     def note_sending(self, donor: str, key: str) -> None:
-        """Notes that a donor is sending a blob: it gets time for the others."""
+        """Notes that a donor is sending a blob, and gives it time for the others."""
         for request in self._requests.values():
             if request.donor == donor and not request.lacks_room:
                 request.sent.add(key)
                 request.until = max(request.until, self._clock() + _SENDING)
 
     def note_no_room(self, donor: str) -> None:
-        """Notes that the store has no room for a blob of a donor: after a while another site is
-        asked, or the same.
+        """Notes that the store has no space for a donor's blob. After a while, another site, or the
+        same one, is asked.
         """
         for request in self._requests.values():
             if request.donor == donor and not (request.lacks_room or request.state):
@@ -204,7 +209,7 @@ class States:
                 request.until = self._clock() + _NO_ROOM
 
     def request(self, name: str, donor: str) -> StateRequest | None:
-        """Returns a request, if it still is for this donor."""
+        """Returns a request if it is still assigned to this donor."""
         request = self._requests.get(name)
         return request if request and request.donor == donor else None
 
@@ -229,8 +234,8 @@ class States:
         self._handed.append(Handed(tuple(parts), tuple(askers), now + lease, now + _SENDING))
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
-        """Asks another site if a donor does not answer, or has gone, or sends no heartbeat; returns
-        whether the founder is among those.
+        """Asks another site if a donor does not answer, is gone, or sends no heartbeats; returns
+        whether the founder is one of these.
         """
         if not self._requests:
             return False
@@ -255,7 +260,7 @@ class States:
     # Snapshots
 
     def keep(self, state: Snapshot, notes: Mapping[str, bytes]) -> None:
-        """Keeps a state as a snapshot, with further notes."""
+        """Keeps a state as a snapshot, with additional notes."""
         numbers = [int(name.partition("/")[2]) for name in self.snapshots]
         name = f"snapshot/{1 + max(numbers, default=-1):06d}"
         self._journal.note({**notes, name: encoded(plain(state))})
@@ -274,7 +279,7 @@ class States:
         return bool(dropped)
 
     def snapshots_until(self, rounds: Sequence[int]) -> dict[str, Snapshot]:
-        """Returns the snapshots that were taken at these rounds or before."""
+        """Returns the snapshots that were taken at or before the given rounds."""
         snapshots = {}
         for name, snapshot in self.snapshots.items():
             positions = zip(snapshot.header.applied, rounds, strict=True)

@@ -1,5 +1,5 @@
-"""The durable memory of a hub: a ledger in one SQLite file, and blobs, complete and synced before
-anyone sees them.
+"""The durable storage of a hub: a ledger in one SQLite file, and blobs that are complete and synced
+before they become visible.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from lightning_sdiloco.federation.wire import (
     checked_size,
 )
 
-_HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
-_APPLICATION = 0x5D110C0  # marks a file of ours, in that head
+_HEAD = 100  # bytes that SQLite reserves at the beginning of a file
+_APPLICATION = 0x5D110C0  # identifies our files in that header
 _VERSION = 1
 _TABLES = """
     create table records (seq integer primary key, record blob not null, chain blob not null);
@@ -43,23 +43,24 @@ _TABLES = """
 """
 
 
-MEMORY = ":memory:"  # instead of a path: a ledger that is lost with the process
+MEMORY = ":memory:"  # used in place of a path: a ledger that is lost with the process
 
 
 class LedgerError(HubError):
-    """The file of a ledger cannot be used: it was truncated, altered, made by something else, or
-    is in use.
+    """The file of a ledger cannot be used because it was truncated, altered or made by something
+    else, or is in use.
     """
 
 
 class SQLiteLedger:
-    """Numbered records, and notes: everything a hub must know when it restarts.
+    """Numbered records and notes, which contain everything that a hub needs when it restarts.
 
     Attributes:
         path: The file.
-        last: The number of the last record; -1 without records.
-        chain: Digest of all records, each with its number, in their order.
-        before_write: Called before each write, which an error of it prevents; a hub sets it.
+        last: The number of the last record, or -1 without records.
+        chain: The digest of all records and their numbers, in order.
+        before_write: A function, set by the hub, that is called before each write. If it raises an
+            error, nothing is written.
     """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
@@ -99,8 +100,8 @@ class SQLiteLedger:
             raise self._unusable(reason) from error
 
     def _check_head(self) -> None:
-        # SQLite itself would treat a file that is too short as an empty one, and write to a file of
-        # another program.
+        # SQLite itself would treat a file that is too short as empty, and would write to another
+        # program's file.
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
@@ -113,7 +114,7 @@ class SQLiteLedger:
             raise self._unusable("it is another kind of database, or of another version")
 
     def _verify(self) -> None:
-        """Verifies all records, and finds `last` and `chain`."""
+        """Verifies all records and determines `last` and `chain`."""
         self.last = -1
         self.chain = b""
         for seq, record, stored in self._database.execute(
@@ -128,7 +129,7 @@ class SQLiteLedger:
     def append(
         self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None
     ) -> None:
-        """Writes a record, which must be the next one, and notes with it."""
+        """Writes a record, which must be the next one, together with notes."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if seq != self.last + 1:
@@ -151,9 +152,7 @@ class SQLiteLedger:
             yield after, bytes(row[0])
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """Notes values under names, durably: all of them or none. A value of None deletes the
-        note.
-        """
+        """Durably writes named notes, all or none of them. A value of None deletes the note."""
         with self._lock:
             self._write(None, notes)
 
@@ -172,8 +171,8 @@ class SQLiteLedger:
             self._verify()
 
     def back_up(self, path: Path) -> None:
-        """Copies the ledger into another file, whole and while it is in use; the file appears when
-        it is complete.
+        """Copies the whole ledger to another file while it is in use. The file appears once it is
+        complete.
         """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
@@ -183,7 +182,7 @@ class SQLiteLedger:
             ):
                 with self._lock:
                     self._database.backup(copy)
-                # A separate copy, without a journal beside it.
+                # A standalone copy, without a journal file next to it.
                 copy.execute("pragma journal_mode = delete").fetchall()
             new.chmod(0o600)
             with new.open("rb+") as file:
@@ -204,7 +203,7 @@ class SQLiteLedger:
     ) -> None:
         self.before_write()
         try:
-            with self._database:  # commits, or rolls back
+            with self._database:  # commits or rolls back
                 self._database.execute("begin immediate")
                 if change:
                     self._database.execute(*change)
@@ -254,16 +253,16 @@ def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
 # Blobs
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Bytes after which the arrived part of a blob is synced, so that its end has less to wait for.
+# Bytes after which the arrived part of a blob is synced, to shorten the sync at its end.
 _SYNC_EVERY = 32 << 20
-_MOST_RANGES = 256  # ranges of a blob that may have arrived, apart from each other
+_MOST_RANGES = 256  # separate ranges of a blob that may have arrived
 
-# Of a blob: pairs of the first byte and the one after the last, in order and apart.
+# The ranges of a blob as pairs of the first byte and the one after the last, in order and disjoint.
 Ranges = list[list[int]]
 
 
 def united(ranges: Ranges, start: int, end: int) -> Ranges:
-    """Returns ranges with one more: of 0 to 2 and 5 to 6, with 1 to 5, come 0 to 6."""
+    """Returns ranges united with one more: 0 to 2 and 5 to 6, united with 1 to 5, give 0 to 6."""
     union: Ranges = []
     for first, last in sorted([*ranges, [start, end]]):
         if union and first <= union[-1][1]:
@@ -274,7 +273,7 @@ def united(ranges: Ranges, start: int, end: int) -> Ranges:
 
 
 def lacking(ranges: Ranges, size: int) -> Ranges:
-    """Returns the ranges of a blob that are not among these."""
+    """Returns the ranges of a blob that are missing from the given ones."""
     gaps: Ranges = []
     position = 0
     for first, last in [*ranges, [size, size]]:
@@ -285,7 +284,7 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """Blobs by digest, in a folder on this machine, or under an fsspec URL where objects appear
+    """Blobs by digest, in a folder on this machine or under an fsspec URL where objects appear
     atomically.
     """
 
@@ -315,7 +314,7 @@ class BlobStore:
 
     @property
     def free(self) -> int | None:
-        """How many bytes there is room for, if known."""
+        """The number of free bytes, if known."""
         return None if self._folder is None else shutil.disk_usage(self._folder.parent).free
 
     def put(self, blob: Bytes) -> str:
@@ -356,7 +355,7 @@ class BlobStore:
             raise Missing(f"{self._blobs}/{key} does not exist.") from None
 
     def copy(self, source: "BlobStore", key: str) -> None:
-        """Takes in a blob of another store, piece by piece."""
+        """Copies a blob from another store, piece by piece."""
         size = source.size(key)
         upload = self.begin(key, size)
         with upload.discarded_on_error():
@@ -365,7 +364,7 @@ class BlobStore:
             upload.commit()
 
     def store(self, spooled: Path, key: str) -> None:
-        """Takes in a file that is complete and on the disk."""
+        """Moves a complete, synced file into the store."""
         if self._folder is None:
             self._files.put_file(str(spooled), f"{self._blobs}/{key}")
             spooled.unlink()
@@ -375,7 +374,7 @@ class BlobStore:
             sync_folder(self._folder)
 
     def retain(self, keys: Collection[str]) -> int:
-        """Drops all blobs except these; returns how many."""
+        """Drops all blobs except these; returns the number of dropped blobs."""
         dropped = 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
@@ -420,7 +419,7 @@ class InMemoryStore:
 
 
 class Upload:
-    """A blob on its way into a store, whose pieces come in any order and from several threads."""
+    """A blob on its way into a store, whose pieces arrive in any order and from several threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int) -> None:
         self.key = key
@@ -435,7 +434,7 @@ class Upload:
         self._lock = threading.Lock()
         self._committing = threading.Lock()
         with _reporting_full_disks(store.spool):
-            # Closed with this object and not before: a thread may still be writing while another
+            # Closed only with this object, because a thread may still be writing while another
             # gives up.
             self._file = open(  # noqa: SIM115
                 self._path,
@@ -443,7 +442,7 @@ class Upload:
                 buffering=0,
                 opener=lambda path, flags: os.open(path, flags, 0o600),
             )
-        # A disk that is too small is noticed now; bytes that were not sent take no room.
+        # A disk that is too small is noticed now; bytes that were not sent take no space.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
             raise NoSpace(
@@ -451,7 +450,7 @@ class Upload:
             )
 
     def take(self, start: int, piece: Bytes) -> bool:
-        """Writes a piece that has arrived; returns whether the blob is complete."""
+        """Writes a piece that has arrived, and returns whether the blob is complete."""
         end = start + len(piece)
         if not piece or end > self.size:
             raise Malformed(
@@ -462,7 +461,7 @@ class Upload:
                 arrived = united(self._arrived, start, end)
                 if len(arrived) > _MOST_RANGES:
                     raise Malformed("a blob must arrive in parts without gaps.")
-                if arrived != self._arrived:  # a piece that comes again changes nothing
+                if arrived != self._arrived:  # a repeated piece changes nothing
                     self._write(start, piece)
                     self._arrived = arrived
                     self._unsynced += len(piece)
@@ -486,7 +485,7 @@ class Upload:
         return lacking(self._arrived, self.size)
 
     def commit(self) -> None:
-        """Gives the blob its name, once it is complete and on the disk. It was invisible before."""
+        """Makes the blob visible under its name once it is complete and synced."""
         with self._committing, self.discarded_on_error(), _reporting_full_disks(self._store.spool):
             if self._committed:
                 return
@@ -505,7 +504,7 @@ class Upload:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Leaves nothing behind if the body of the ``with`` fails."""
+        """Discards the upload if the body of the ``with`` fails."""
         try:
             yield
         except BaseException:
@@ -531,9 +530,7 @@ def _reporting_full_disks(place: object) -> Iterator[None]:
 
 
 def write_synced(path: Path, content: Bytes) -> None:
-    """Writes a new file that only its owner may read, through to the disk. If it fails, there is no
-    file.
-    """
+    """Writes and syncs a new file that only its owner may read. If this fails, there is no file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:

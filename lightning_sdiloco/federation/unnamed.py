@@ -1,4 +1,5 @@
-"""Blobs that nothing names yet: a site sends a blob first, and then the message that names it.
+"""Blobs that no message has named yet: a site first sends a blob, and then the message that names
+it.
 
 The coordinator owns the `UnnamedBlobs` of its run, and holds its lock for every call.
 """
@@ -10,31 +11,31 @@ from dataclasses import dataclass
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.messages import Payload
 
-# Seconds after which no message will name a blob, however long its sender stays.
+# Seconds after which no message will name a blob, even if its sender is still connected.
 _LONGEST = 3600.0
 
 
 @dataclass
 class _Unnamed:
-    """A blob that is kept until the lease of its sender ends, and never beyond ``latest``."""
+    """A blob that is kept until the lease of its sender ends, but never beyond ``latest``."""
 
     until: float
     latest: float
 
 
 class UnnamedBlobs:
-    """Keeps each blob for as long as its sender has a lease, and may still name it."""
+    """Keeps each blob while its sender has a lease and may still name it."""
 
     def __init__(self) -> None:
-        # By sender: its blobs by key.
+        # By sender: the sender's blobs by key.
         self._blobs: defaultdict[Peer, dict[str, _Unnamed]] = defaultdict(dict)
 
     def add(self, key: str, sender: Peer, now: float, lease: float) -> None:
-        """Notes a blob that is arriving or has arrived; it is kept for a lease at least."""
+        """Notes a blob that is arriving or has arrived; it is kept for at least one lease."""
         self._blobs[sender][key] = _Unnamed(now + lease, now + _LONGEST)
 
     def renew(self, sender: Peer, until: float) -> None:
-        """Prolongs the lease of a sender."""
+        """Extends the lease of a sender."""
         for unnamed in self._blobs.get(sender, {}).values():
             unnamed.until = max(unnamed.until, until)
 

@@ -1,10 +1,10 @@
-"""Untrained state on the wire: a site, or a mean at the hub, sends it behind the values of a
-fragment.
+"""Untrained state on the wire, which follows the values of a fragment in payloads and in the hub's
+mean.
 
-A site sends the tensors that it has changed: a bit for each tensor says whether its bytes follow,
-means in float32 or float64. Kinds and sizes are in the run config. A payload for a last round also
-carries the tensors that sites keep as their own, such as teachers. This module needs no torch: a
-hub reads the state, too.
+A site sends the tensors that it has changed. One bit for each tensor says whether its bytes follow;
+averaged tensors are sent in float32 or float64. Kinds and sizes are in the run config. A payload
+for a last round also carries the tensors that sites keep as their own, such as teachers. This
+module does not use torch, because a hub also reads the state.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Says how large the parts of a fragment are.
+    """The sizes of the parts of a fragment.
 
     Attributes:
-        numel: Values of its parameters.
-        untrained: Bytes of each tensor of its untrained state.
+        numel: The number of values in its parameters.
+        untrained: The bytes of each tensor of its untrained state.
         dtypes: For each of these, numpy's name for the dtype of its mean; empty if sites take the
             tensor from the first site.
-        own: Bytes of each tensor that sites keep as their own until the last round.
-        numbers: torch's names for the dtypes of all these tensors, if a hub reads them.
+        own: The bytes of each tensor that sites keep as their own until the last round.
+        numbers: The names of the dtypes of all these tensors in torch, if a hub reads them.
     """
 
     numel: int
@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of the tensors that a site sends: for a last round, which is exact,
-        also of its own.
+        """Returns the sizes of the tensors that a site sends, which in a last, exact round include
+        its own ones.
         """
         if not is_exact:
             return self
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Bytes that are sent if nothing has changed: a bit for each tensor."""
+        """The bytes that are sent if nothing has changed: one bit for each tensor."""
         return -(-len(self.untrained) // 8)
 
     @property
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
-    r"""Returns the bytes of the tensors that have changed, given these by their number.
+    r"""Returns the bytes to send for the tensors that have changed, which are given by index.
 
     Examples:
         >>> sizes = Sizes(numel=10, untrained=(4, 2, 3), dtypes=("<f4", "", ""))
@@ -65,7 +65,7 @@ def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
 
 
 def unpacked(sent: bytes, sizes: Sizes) -> dict[int, bytes]:
-    """Returns the tensors that were sent. If the length is wrong, nothing counts as changed."""
+    """Returns the tensors that were sent. If the length is wrong, nothing is considered changed."""
     bits = int.from_bytes(sent[: sizes.least], "little")
     changed = dict[int, bytes]()
     position = sizes.least

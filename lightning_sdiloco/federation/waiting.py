@@ -1,5 +1,5 @@
-"""Predicts which sites the rounds of a federation wait for: it asks the quorum as the hub does,
-with the times of a plan.
+"""Predicts the sites for which the rounds of a federation wait, by applying the quorum as the hub
+does, with the times of a plan.
 """
 
 import math
@@ -12,7 +12,7 @@ from lightning_sdiloco.federation.quorum import Quorum
 from lightning_sdiloco.federation.run_config import RETENTION
 from lightning_sdiloco.planning.link import Link, require
 
-# Rounds after which a quorum that learns from the past has learned.
+# The number of rounds after which a quorum that learns from history has settled.
 _ROUNDS = 3 * RETENTION
 
 
@@ -48,8 +48,8 @@ def waits(
     steps: int,
     step_time: float,
 ) -> Waits:
-    """Plays rounds of ``steps`` inner steps, after which every site sends, until a quorum has
-    learned.
+    """Simulates rounds of ``steps`` inner steps, after which every site sends, until the quorum has
+    settled.
     """
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
@@ -85,7 +85,7 @@ def _record(
     first = min(arrives.values())
     timings = []
     for site, arrival in arrives.items():
-        # The record after a round says by how much a site was late that has not counted.
+        # The next record says how late a site was that did not count.
         round_of_site = number if site in round.counted else RoundNumber(number - 1)
         if round_of_site:
             timings.append(Timing(site, round_of_site, arrival - first, step_time))
@@ -95,7 +95,9 @@ def _record(
 def _closes(
     quorum: Quorum, arrives: Mapping[str, float], awaited: Collection[str], deadline: float
 ) -> float:
-    """Returns when a round closes. The hub asks when a contribution comes, and at the deadline."""
+    """Returns the time at which a round closes. The hub checks at each contribution and at the
+    deadline.
+    """
     for now in sorted({*arrives.values(), deadline}):
         arrived = {site: arrival for site, arrival in arrives.items() if arrival <= now}
         if len(arrived) < quorum.fewest(len(arrives)):
@@ -109,6 +111,6 @@ def _round(
     closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int
 ) -> Round:
     counted = tuple(site for site, arrival in arrives.items() if arrival <= closes)
-    # A site has its own payload.
+    # A site already has its own payload.
     takes = max(ways[site].down((len(counted) - 1) * payload) for site in counted)
     return Round(counted, closes, closes + takes)

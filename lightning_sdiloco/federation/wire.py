@@ -1,7 +1,7 @@
-"""Parts that both ends of a connection between site and hub share: errors, sizes, messages, and
-options of gRPC.
+"""Parts that both ends of a connection between a site and its hub share: errors, sizes, messages,
+and gRPC options.
 
-A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
+A message is a strict JSON header followed by raw bytes. Nothing is ever unpickled.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from typing import Any
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import KEY, Bytes, Json, decoded
 
-MAX_BLOB = 16 << 30  # bytes of the largest blob, if nothing smaller is chosen
-MAX_RECORD = 128 << 10  # bytes of the largest record: it names blobs, it does not hold them
+MAX_BLOB = 16 << 30  # bytes of the largest blob, unless a smaller limit is chosen
+MAX_RECORD = 128 << 10  # bytes of the largest record, which names blobs but does not contain them
 
 
 class HubError(RuntimeError):
@@ -24,13 +24,13 @@ class HubError(RuntimeError):
 
 
 class HubUnreachable(HubError):
-    """The hub does not answer, but may do so later. A message may or may not have arrived, and may
-    be resent.
+    """The hub does not answer now, but may do so later. The message may or may not have arrived,
+    and may be resent.
     """
 
 
 class Denied(Refused):
-    """The certificate is not the caller's, or does not allow the call."""
+    """The certificate does not belong to the caller or does not allow the call."""
 
 
 class Busy(HubError):
@@ -38,22 +38,22 @@ class Busy(HubError):
 
 
 class NoSpace(HubError):
-    """The store is full, or may hold no more. Its blobs are not touched."""
+    """The store is full, or its limit is reached. Its blobs are unchanged."""
 
 
 class Missing(HubError):
-    """There is no blob under this key: it never existed, or has been dropped."""
+    """There is no blob under this key: it never existed or has been dropped."""
 
 
 class Altered(HubError):
     """Bytes do not match their digest."""
 
 
-Failure = HubError | Refused  # what a call of a hub may raise
+Failure = HubError | Refused  # the errors that a call to a hub may raise
 
 
 def checked_key(key: object) -> str:
-    """Returns a key that has the form of one, so that it can be the name of a file."""
+    """Returns its argument if it has the form of a key, so that it is a safe file name."""
     if not isinstance(key, str) or not KEY.fullmatch(key):
         raise Malformed(f"{str(key)[:80]!r} is not a key: a key has 64 hexadecimal digits.")
     return key
@@ -68,11 +68,11 @@ def checked_size(size: object, limit: int, kind: str) -> int:
 
 
 Extra = Any
-"""An object of a package that `extra` imports: an annotation must not need it."""
+"""An object from a package that `extra` imports; annotations must not need the package."""
 
 Channel = Extra
 Context = Extra
-"""Of gRPC: a connection of a site, and a call at the hub."""
+"""In gRPC, a connection of a site and a call at the hub."""
 
 
 def extra(module: str) -> ModuleType:
@@ -88,9 +88,7 @@ def extra(module: str) -> ModuleType:
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
-    """Returns how many seconds to wait after failed tries: ever longer, and not the same for all
-    who wait.
-    """
+    """Returns the seconds to wait after failed attempts, which grow and are randomized."""
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
@@ -99,12 +97,12 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Json]
 
 PROTOCOL = 4  # version of the messages
-# The oldest version of a site that a hub understands: the hub of a run is updated before its sites.
+# The oldest version of a site that a hub supports; the hub of a run is updated before its sites.
 OLDEST = 3
-# Bytes of the largest piece in which blobs travel, between a header and the end of a stream.
+# Bytes of the largest piece of a blob in a stream, after the header.
 CHUNK = 256 << 10
 MAX_HEADER = 64 << 10
-# gRPC refuses a larger message by its length, before it takes memory.
+# gRPC refuses larger messages by their length, before they take memory.
 MAX_MESSAGE = 8 + MAX_HEADER + CHUNK
 
 _LENGTH = struct.Struct(">I")
@@ -144,23 +142,24 @@ _WINDOW = 2 << 20
 _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
-    # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
+    # On a long link, a connection carries one window per round trip; gRPC's default starts at 64
+    # KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    # The probe would make the window as large as the link can fill, and a slower writer would hold
+    # The probe would make the window as large as the link can fill, and a slow writer would buffer
     # that many bytes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
 _PING_MS = 10_000
-# Making a connection takes up to six times the way to the hub: those of TCP, TLS and HTTP/2.
+# Connecting takes up to six trips to the hub or back, for TCP, TLS and HTTP/2.
 LONGEST_CONNECTING_MS = 20_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
-    # Their own connections; otherwise gRPC joins channels to the same address.
+    # Separate connections; by default, gRPC shares one between channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # It also limits how long connecting may take: a site 2 s away needs 12 s.
+    # This also limits the time for connecting: a site 2 s away needs 12 s.
     ("grpc.min_reconnect_backoff_ms", LONGEST_CONNECTING_MS),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
@@ -172,14 +171,14 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
 
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
-    # Two hubs on one port would share the sites among them.
+    # Otherwise, two hubs could listen on one port, each with some of the sites.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", 8 << 10),
-    # A stranger that connects and says nothing is disconnected; a site 2 s away needs 12 s.
+    # A stranger that connects and sends nothing is disconnected; a site 2 s away needs 12 s.
     ("grpc.server_handshake_timeout_ms", LONGEST_CONNECTING_MS),
 ]
 
@@ -193,7 +192,7 @@ CODES: Mapping[type[HubError | Refused], str] = {
     Missing: "NOT_FOUND",
     Altered: "DATA_LOSS",
 }
-"""The status code of each error, and with it the error on the other side."""
+"""The status code of each error, from which the other side restores the error."""
 
 ERRORS: Mapping[str, type[HubError | Refused]] = {code: error for error, code in CODES.items()}
 

@@ -1,10 +1,10 @@
-"""The first failure: a rank that fails leaves a word, and one that has lost contact reports the
-first word.
+"""Reports of the first failure: a rank that fails records it, and a rank that has lost contact
+reports the first record.
 
-[Note: word of a failure] When a process ends, those that wait for it learn only that a connection
-broke. So a rank that fails writes its number and its error into the store of the default process
-group before it ends, unless another rank has done so. Nothing here waits for long, and nothing here
-may hide the error itself.
+[Note: the first failure] When a process ends, the processes that wait for it learn only that a
+connection broke. So a rank that fails writes its number and its error into the store of the default
+process group before it ends, unless another rank has already done so. Nothing here waits for long,
+and nothing here may hide the original error.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from lightning_sdiloco.errors import ExchangeError
 
 _log = logging.getLogger(__name__)
 
-# How long one look into the store may take.
+# The time limit for one look into the store.
 _SECONDS = 3.0
 
-# How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0
-# itself ends.
+# The time for which rank 0 waits for the others to look. Waiting longer would not help: some ranks
+# notice only when rank 0 ends.
 _READING_SECONDS = 2.0
 
 # All ranks of a program run the same fits one after the other; each fit has its own entry.
@@ -39,8 +39,8 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Leaves word of this rank's failure, and reports which rank failed first if it was
-        another one.
+        """Records this rank's failure, and reports which rank failed first if it was another
+        one.
         """
         if self._store is None:
             return
@@ -78,11 +78,11 @@ class Failures:
 
 
 class _Look(threading.Thread):
-    """Looks into the store, which may not answer, for the word of the rank that failed first.
+    """Looks in the store, which may not answer, for the record of the rank that failed first.
 
     Attributes:
-        word: The word of this rank, which it leaves if it is the first.
-        first_word: The first that any rank left; None while the store has not answered.
+        word: The record of this rank, which is stored if it is the first.
+        first_word: The first record of any rank; None while the store has not answered.
         done: Set once the store has answered or failed.
     """
 
@@ -93,7 +93,7 @@ class _Look(threading.Thread):
         self.done = threading.Event()
         self._store = store
         self._key = key
-        # How many ranks must have looked before the thread ends.
+        # The number of ranks that must have looked before the thread ends.
         self._readers = readers
         self._deadline = time.monotonic() + _SECONDS + _READING_SECONDS
 
@@ -111,14 +111,14 @@ class _Look(threading.Thread):
                     break
                 time.sleep(0.05)
         except Exception as error:
-            # The store ends with the process that keeps it.
+            # The store ends with the process that hosts it.
             _log.debug("The store of the default process group did not answer: %s", error)
         finally:
             self.done.set()
 
 
 def _has_lost_contact(error: BaseException | None) -> bool:
-    """Returns whether an error says only that another rank is gone or late."""
+    """Returns whether an error only means that another rank is gone or late."""
     texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
     while error is not None:
         if isinstance(error, ExchangeError):

@@ -1,12 +1,12 @@
-"""The hosts of a launch, of which each is a site: the number and address that the launcher gives,
-and a world of each host's own processes.
+"""The hosts of a launch, each of which is a site: the numbers and addresses that the launcher
+provides, and a separate world for the processes of each host.
 
-[Note: a world of each host] A launcher that starts processes on several hosts connects all of them,
-and then the first host that dies ends the run. A site is a world of its own: `make_world` sets the
-variables by which process groups are made so that they connect the processes of this host alone,
-before any is made. SLURM's processes, and those that a script starts, become such worlds. torchrun
-must already have made them: one torchrun per host. Between several it restarts all hosts when a
-process of one dies.
+[Note: a world of each host] If a launcher starts processes on several hosts, it connects all of
+them, and the first host that dies ends the run. A site is a separate world: before any process
+group is made, `make_world` sets the environment variables so that process groups connect only the
+processes of this host. This works for SLURM's processes and for those that a script starts. With
+torchrun, start one torchrun per host. A torchrun that spans several hosts restarts all of them when
+a process of one dies.
 """
 
 import json
@@ -15,23 +15,23 @@ import re
 import socket
 from typing import NamedTuple
 
-# It passes the launch on to the processes that a script starts, whose variables are those of their
-# host's world.
+# It passes the launch on to the processes that a script starts, whose other variables describe the
+# world of their host.
 _LAUNCH = "SDILOCO_LAUNCH"
 
 _LOOPBACK = "127.0.0.1"
 
-# Lightning derives the port of a job of SLURM in the same way.
+# Lightning derives the port of a SLURM job in the same way.
 _FIRST_PORT_OF_JOBS = 15_000
 
 
 class Launch(NamedTuple):
-    """The launch of a host, as far as its launcher tells it.
+    """The launch of a host, as far as its launcher reveals it.
 
     Attributes:
         host: The name of this host.
         launcher: ``"SLURM"``, ``"torchrun"`` or ``"script"``.
-        number: The number of this host among all, from 0.
+        number: The index of this host among all hosts, from 0.
         hosts: The number of hosts.
         address: The address of the first host.
         port: A port there that nothing else uses.
@@ -54,7 +54,7 @@ def launch_of_host() -> Launch:
         return Launch(*json.loads(passed_on))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _refuse_common_torchrun()
-        # Its address and port are those at which the processes of this host meet.
+        # torchrun's address and port are those at which the processes of this host meet.
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
         if "SLURM_JOB_NODELIST" in os.environ:
             return _launch_of_slurm()._replace(launcher="torchrun", processes=processes)
@@ -91,13 +91,15 @@ def _host_name() -> str:
 
 
 def _given_address() -> tuple[str | None, int | None]:
-    """Returns the address and port of the first host that the user has given."""
+    """Returns the address and port of the first host, if the user has set them."""
     port = os.environ.get("MASTER_PORT")
     return os.environ.get("MASTER_ADDR"), None if port is None else int(port)
 
 
 def _launch_of_slurm() -> Launch:
-    """Returns the launch of a host in a job of SLURM. A step of one host is one of the job's."""
+    """Returns the launch of a host in a SLURM job. A step on a single host is one of the job's
+    hosts.
+    """
     nodes = expanded(os.environ["SLURM_JOB_NODELIST"])
     step_nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     if len(step_nodes) > 1:
@@ -116,7 +118,7 @@ def _launch_of_slurm() -> Launch:
 
 
 def expanded(hostlist: str) -> list[str]:
-    """Returns the hosts of a list as SLURM writes it.
+    """Returns the hosts in a list in SLURM's notation.
 
     Examples:
         >>> expanded("login,gpu[08-10,12]")
@@ -151,11 +153,11 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def make_world(launch: Launch, processes: int) -> None:
-    """Makes the processes of this host a world of their own; see [Note: a world of each host].
+    """Makes the processes of this host a separate world; see [Note: a world of each host].
 
     Args:
         launch: The launch of this host.
-        processes: The number of processes that are to train on it.
+        processes: The number of processes that train on this host.
     """
     if launch.processes not in (None, processes):
         raise ValueError(
@@ -170,7 +172,7 @@ def make_world(launch: Launch, processes: int) -> None:
     os.environ["MASTER_ADDR"] = _LOOPBACK
     os.environ["NODE_RANK"] = "0"
     if launch.port is not None:
-        # Hosts that are one machine, as in a test, need ports of their own.
+        # Several hosts on one machine, as in a test, need different ports.
         os.environ["MASTER_PORT"] = str(launch.port + 1 + (launch.number or 0))
     if launch.launcher == "SLURM":
         os.environ["LOCAL_RANK"] = os.environ["RANK"] = os.environ["SLURM_LOCALID"]
@@ -181,7 +183,7 @@ def is_of_this_host(address: str) -> bool:
     """Returns whether this machine has an address.
 
     Raises:
-        ValueError: If the name of the address is unknown here.
+        ValueError: If this machine cannot resolve the address.
     """
     try:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)

@@ -1,16 +1,16 @@
-"""The addresses on which a rank listens, and a test that all others reach it, before process groups
-are made.
+"""The addresses on which a rank listens, and a test before process groups are made that all other
+ranks can reach it.
 
-gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host
+gloo uses the interface that ``GLOO_SOCKET_IFNAME`` names, or otherwise the address of the host
 name. If the network inside a worker group is faster than the one between groups,
-``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups that join worker groups.
-It differs between machines, so it is no argument of the strategy.
+``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups that connect worker
+groups. It differs between machines, so it is not an argument of the strategy.
 
-[Note: reachability first] A process group connects its ranks when it is made, or with its first
-collective. If a rank cannot be reached, the process group waits for its whole timeout, and its
-error names no address. So every rank first opens a port on the address on which gloo will listen,
-and all others connect to it. Each pair is tried in both directions, since which of two ranks calls
-the other is up to gloo.
+[Note: reachability first] A process group connects its ranks when it is made, or in its first
+collective. If a rank cannot be reached, the process group waits until its timeout, and its error
+names no address. So every rank first opens a port on the address on which gloo will listen, and all
+others connect to it. Each pair is tried in both directions, because gloo decides which of two ranks
+connects to the other.
 """
 
 import ipaddress
@@ -44,7 +44,8 @@ def group_address() -> str:
     """Returns the address on which gloo listens for ranks of the same worker group."""
     if os.environ.get(GLOO):
         return _chosen(GLOO)[1]
-    # gloo chooses the first address of the host name that this machine has, otherwise the loopback.
+    # gloo chooses the first address of the host name that this machine has, or otherwise the
+    # loopback address.
     try:
         addresses = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -70,7 +71,7 @@ def has_exchange_interface() -> bool:
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Makes gloo listen on the interface for the exchange, while process groups that join worker
+    """Makes gloo listen on the interface for the exchange while process groups that connect worker
     groups are made.
     """
     if not has_exchange_interface():
@@ -88,8 +89,8 @@ def for_exchange() -> Iterator[None]:
 
 
 def _chosen(variable: str) -> tuple[str, str]:
-    """Returns name and address of the interface that a variable chooses; the exchange's may give
-    the address.
+    """Returns the name and address of the interface that a variable selects. The variable for the
+    exchange may contain an address instead of a name.
     """
     choice = os.environ[variable]
     if sys.platform != "linux":
@@ -98,7 +99,7 @@ def _chosen(variable: str) -> tuple[str, str]:
         )
     interfaces = _interfaces()
     for name, address in interfaces.items():
-        # gloo takes a list of interfaces, and every connection uses one of them.
+        # gloo accepts a list of interfaces, and every connection uses one of them.
         if name == choice.partition(",")[0] or (variable == EXCHANGE and address == choice):
             return name, address
     shown = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
@@ -110,7 +111,7 @@ def _chosen(variable: str) -> tuple[str, str]:
 
 def _interfaces() -> dict[str, str]:
     """Returns the interfaces of this machine, on Linux, with their IPv4 addresses."""
-    import fcntl  # it does not exist on every system
+    import fcntl  # not available on every system
 
     addresses = dict[str, str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -124,11 +125,11 @@ def _interfaces() -> dict[str, str]:
 
 # Connections between all ranks
 
-# How long it may take to connect to one rank, and for each send or receive after that.
+# The time limit for connecting to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# How many are tried at once. A rank that reaches no other needs SECONDS for each batch of this many
-# other ranks.
+# The number of connections that are tried at once. A rank that reaches no other rank needs SECONDS
+# for each batch of this many ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -144,7 +145,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses on which a rank listens, as it announces them."""
+    """The addresses on which a rank listens, as it announces them to the others."""
 
     host: str
     group: int
@@ -186,13 +187,13 @@ class Listener(ThreadingTCPServer):
 def require_reachable(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> None:
-    """Raises an error if ranks cannot reach each other. All ranks must call it.
+    """Raises an error if ranks cannot reach each other. All ranks must call this.
 
     Args:
         rendezvous: The rendezvous of all ranks.
         group: The worker group of this rank.
-        exchange: Chooses the address on which it listens for ranks of other groups.
-        inside: Chooses that for ranks of its own group.
+        exchange: Chooses the address on which this rank listens for ranks of other groups.
+        inside: Chooses the address on which it listens for ranks of its own group.
     """
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
     if not broken:
@@ -220,7 +221,7 @@ def require_reachable(
 def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
-    """Tries all connections; see `require_reachable`. All ranks must call it."""
+    """Tries all connections; see `require_reachable`. All ranks must call this."""
     token = secrets.token_hex(_TOKEN_BYTES)
     with ExitStack() as listeners:
 
@@ -257,7 +258,7 @@ def _require_listening(endpoints: Sequence[Endpoints]) -> None:
 
 
 def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConnection | None:
-    """Connects to another rank; returns the connection if it is broken."""
+    """Connects to another rank, and returns the connection if it is broken."""
     endpoint = endpoints[target]
     host, port = endpoint.exchange
     if endpoint.group == endpoints[source].group:
@@ -285,7 +286,7 @@ def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConn
 
 
 def advice(broken: Sequence[BrokenConnection]) -> str:
-    """Returns what to do about connections that cannot be made."""
+    """Returns advice on connections that cannot be made."""
     for connection in broken:
         host = connection.address.rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(host).is_loopback:

@@ -1,14 +1,14 @@
-"""The rendezvous of ranks before there are process groups: a store through which they exchange
-small values.
+"""The rendezvous of ranks before process groups exist: a store through which they exchange small
+values.
 
-[Note: torchrun's store] torchrun keeps the store at which ranks meet in its own agent, not in rank
-0, and lends it to its processes. Restarted processes find in it the addresses on which those before
-them listened, and fail (https://github.com/pytorch/pytorch/issues/135712).
+[Note: torchrun's store] torchrun hosts the store at which ranks meet in its own agent, not in rank
+0, and shares it with its processes. Restarted processes find the addresses of the previous
+processes in it, and fail (https://github.com/pytorch/pytorch/issues/135712).
 
-[Note: two ranks 0] Rank 0 keeps the store on its own machine, and all ranks look for it at an
-address that they were given. If two nodes were started as node 0, there are two stores, and the
-rank 0 whose store is not at that address would wait in its own store for ranks that are in the
-other one. So rank 0 writes a token into the store that it keeps, and reads it at the address.
+[Note: two ranks 0] Rank 0 hosts the store on its own machine, and all ranks look for it at a given
+address. If two nodes were started as node 0, there are two stores, and the rank 0 whose store is
+not at that address would wait in its own store for ranks that are in the other one. So rank 0
+writes a token into the store that it hosts, and reads it back from the address.
 """
 
 import errno
@@ -30,8 +30,8 @@ from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
-"""How long an address may give no answer at all. A machine that refuses exists, and its program may
-start later."""
+"""The time limit for an address that does not answer at all. A machine that refuses a connection
+exists, and its program may start later."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -39,16 +39,16 @@ _SECONDS_TO_FIRST_WARNING = 10.0
 
 _SECONDS_PER_ATTEMPT = 5.0
 
-# [Note: is it a store] torch's own client waits for an answer for ever, whatever its timeout. So
-# its greeting is sent before: a number by which stores and clients know each other, and a PING,
-# whose four bytes a store sends back; see torch/csrc/distributed/c10d/TCPStoreBackend.hpp. These
-# four also end a request of HTTP, which is answered at once.
+# [Note: is it a store] torch's own client waits for an answer forever, regardless of its timeout.
+# So this package first sends the client's greeting: a number that identifies the protocol, and a
+# PING, whose four bytes a store sends back; see torch/csrc/distributed/c10d/TCPStoreBackend.hpp.
+# These four bytes also end an HTTP request, so a web server answers at once.
 _PING = b"\r\n\r\n"
 _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
-# Asks whether a store has the key under which torch counts the ranks of its own process group, and
-# the answer if it has: ranks of this package do not count there, and a store shows the key to no
-# client.
+# A query for the key under which a store counts the ranks of torch's own process group, and the
+# answer if the key exists. Ranks of this package are not counted there, and torch's clients cannot
+# read the key.
 _WORKERS = b"init/"
 _HAS_WORKERS = struct.pack("=BQQ", 5, 1, len(_WORKERS)) + _WORKERS
 _YES = b"\0"
@@ -63,7 +63,7 @@ _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 _OTHER_RANK = "If this is not the first node, give it another NODE_RANK."
 
-# Keys of the store: the token of the process that keeps it, and a message of another rank 0.
+# Keys in the store: the token of the process that hosts it, and a message from another rank 0.
 _KEEPER = "sdiloco/keeper"
 _SECOND = "sdiloco/second"
 
@@ -74,7 +74,7 @@ _OTHER_SCRIPT = (
 
 
 def say_node_rank(node_rank: int) -> str:
-    """Returns the settings that a user who starts every node by hand must make."""
+    """Returns the settings that a user must make to start every node by hand."""
     return (
         f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
         " from 0, and MASTER_ADDR and MASTER_PORT to those of node 0."
@@ -96,11 +96,11 @@ class Rendezvous:
         self.address = address
         self._store = store
         self._timeout = timeout
-        # The end of messages of rank 0 while it waits for ranks that have never been here.
+        # The end of rank 0's messages while it waits for ranks that have never connected.
         self._advice = advice
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
+        """Returns the values of all ranks, in rank order. All ranks must call this."""
         prefix = f"sdiloco/{name}/"
         sent = json.dumps(value).encode()
         received = self._gathered(name, prefix, sent)
@@ -120,7 +120,7 @@ class Rendezvous:
                     synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds)
                 )
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not absent:  # one came and went without having read
+            if not absent:  # a rank connected and left without having read
                 return list(self._store.multi_get(keys))
             missing = _named(absent)
             if left <= seconds:
@@ -132,8 +132,8 @@ class Rendezvous:
                 )
             if self.rank == 0:
                 _log.warning(
-                    "Still waiting for %s at %s. A rank that cannot reach this address says so in"
-                    " its own output.%s%s",
+                    "Still waiting for %s at %s. A rank that cannot reach this address reports it"
+                    " in its own output.%s%s",
                     missing,
                     self.address,
                     self._strangers(),
@@ -141,8 +141,8 @@ class Rendezvous:
                 )
 
     def _strangers(self) -> str:
-        """Returns the message about processes that are here, but not as one of these ranks: a
-        second rank 0, or one that waits for the process group of torch.
+        """Returns a message about processes that are connected but not as one of these ranks: a
+        second rank 0, or a process that waits for torch's own process group.
         """
         message = ""
         if self._store.check([_SECOND]):
@@ -169,23 +169,23 @@ def rendezvous_at(
     """Meets the other ranks at an address, where the default process group will be made.
 
     Args:
-        host: The machine on which rank 0 keeps the store.
-        port: Its port there.
+        host: The machine on which rank 0 hosts the store.
+        port: The port of the store.
         rank: The rank of this process.
-        world_size: How many ranks there are.
-        timeout: How long they may take to come.
-        advice: The end of warnings while a rank waits, about the numbers and addresses that it was
-            given.
+        world_size: The number of ranks.
+        timeout: The time limit for all ranks to connect.
+        advice: The end of the warnings while a rank waits; it explains the given numbers and
+            addresses.
     """
     address = f"{host}:{port}"
     if rank != 0 or os.environ.get(_AGENT_KEEPS_STORE) == "True":
         wait_for_store(host, port, rank, timeout, advice=advice)
-        # It waits for no workers, and the default process group, which is made at the same address,
-        # shares it.
+        # The store does not wait for workers. The default process group, which is made at the same
+        # address, shares it.
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return Rendezvous(store, rank, world_size, address, timeout, advice)
     store = _keep_store(host, port, timeout)
-    # Rank 0 looks, too: if it does not find its own store there soon, the others will not either.
+    # Rank 0 also looks: if it does not soon find its own store there, the others will not either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
     wait_for_store(host, port, rank, soon, advice=advice)
     at_address = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -212,7 +212,7 @@ def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
             why = f"{error}. {_CHOOSE}"
         elif answer == _PING:
             why = (
-                f"{host}:{port} is taken by another training, whose torch TCPStore answers there."
+                f"{host}:{port} is used by another training, whose torch TCPStore answers there."
                 f" {_CHOOSE} {_OTHER_RANK}"
             )
         else:
@@ -224,7 +224,7 @@ def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def _require_same_store(store: Store, at_address: Store, address: str) -> None:
-    """Refuses a rank 0 that finds another one's store where all ranks meet; see [Note: two ranks
+    """Refuses a rank 0 that finds the store of another rank 0 at the address; see [Note: two ranks
     0].
     """
     token = secrets.token_hex(8)
@@ -259,15 +259,15 @@ def wait_for_store(
     """Waits until the store of rank 0 answers at an address.
 
     Args:
-        host: The machine on which rank 0 keeps the store.
-        port: Its port there.
+        host: The machine on which rank 0 hosts the store.
+        port: The port of the store.
         rank: The rank of this process.
-        timeout: How long nothing may listen there.
-        patience: Seconds without any answer, or a refusal.
+        timeout: The time limit while nothing listens there.
+        patience: The time limit, in seconds, without any answer or refusal.
         advice: The end of warnings.
 
     Raises:
-        ValueError: If there is none within these times, or another program answers.
+        ValueError: If there is no store within these times, or if another program answers.
     """
     failure = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     other_rank = ""
@@ -294,7 +294,7 @@ def wait_for_store(
             raise ValueError(f"{failure}: {_no_store(host, port, answer)}")
         if isinstance(answer, OSError) and is_late:
             raise ValueError(
-                f"{failure}: {reason(answer)}. The way from this machine to {host} is closed, or"
+                f"{failure}: {reason(answer)}. The path from this machine to {host} is blocked, or"
                 " the address is wrong. Set MASTER_ADDR to an address of rank 0's machine that all"
                 f" others reach, and open the TCP port.{other_rank}"
             ) from answer
@@ -310,14 +310,14 @@ def wait_for_store(
 def _greet(
     host: str, port: int, seconds: float, question: bytes = b"", nbytes: int = 0
 ) -> bytes | OSError:
-    """Returns the answer of an address to a greeting, and to a question whose answer has so many
-    bytes: nothing if it is silent; an error if it cannot be reached.
+    """Returns an address's answer to a greeting and to a query whose answer has a known length. The
+    result is empty if the address is silent, and an error if it cannot be reached.
     """
     answer = bytearray()
 
     def talk(connection: socket.socket) -> None:
         connection.settimeout(seconds)
-        # It may close the connection, too.
+        # The program may also close the connection.
         with suppress(OSError):
             connection.sendall(_GREETING + question)
             while len(answer) < len(_PING) + nbytes:
@@ -380,8 +380,8 @@ def warn_of_shared_store(rank: int) -> None:
 
 
 def launched_processes() -> int:
-    """Returns how many processes a launcher started with this one, by ``WORLD_SIZE``; 1 if none
-    says so.
+    """Returns how many processes a launcher started together with this one, from ``WORLD_SIZE``; 1
+    if it is not set.
     """
     number = os.environ.get("WORLD_SIZE", "")
     if not number.isdecimal():

@@ -1,8 +1,8 @@
-"""The arguments of a strategy as users see them: in ``help()``, on the command line, on the API
+"""The arguments of a strategy as users see them: in ``help()``, on the command line, and on the API
 page.
 
 A strategy takes the shared arguments in ``GroupStrategy.__init__``, and the others in its format's
-``base_arguments``. Each is described once, where it is taken.
+``base_arguments``. Each argument is described once, where it is taken.
 """
 
 import inspect
@@ -17,8 +17,8 @@ from typing_extensions import TypedDict, Unpack
 from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
 from lightning_sdiloco.lightning.host import Forwarded
 
-# A command line also passes names that are not arguments: the strategy tells users what to write
-# instead.
+# A command line also passes names that are not arguments, so that the strategy can tell users what
+# to write instead.
 OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
 
 

@@ -6,23 +6,23 @@ removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
 thread has written it, the path holds an older file, which needs its own folder. So the CheckpointIO
-that does the writing also does everything that follows, in whatever thread it runs.
+that does the writing also does everything that follows, in the same thread.
 
-[Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch
-but the first. After a resume it already has one, made before the checkpoint's random state was
-restored and possibly in the middle of the data, where the loader was saved. A torch loader draws a
-random number for each iterator; without that draw, everything random that follows, such as dropout,
-would differ. And if a run resumes from the last batch of an epoch, Lightning continues with the
-next epoch without counting it and without calling `on_train_epoch_start`, which finetuning
-callbacks need.
+[Note: epochs after a resume] Lightning requests a new iterator from loaders at the start of every
+epoch except the first. After a resume, it already has one, which was made before the checkpoint's
+random state was restored and may be in the middle of the data, where the loader was saved. A torch
+loader draws a random number for each iterator. Without that draw, everything random that follows,
+such as dropout, would differ. Also, if a run resumes from the last batch of an epoch, Lightning
+continues with the next epoch without counting it and without calling `on_train_epoch_start`, which
+finetuning callbacks need.
 
-[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch comes before
+[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
 everything else that is due then: a validation, a metric-based learning rate update, the end of the
-epoch. When Lightning resumes, it skips that work. It may draw random numbers, as a torch loader
-does, and early stopping and other checkpoints may depend on it. So the resumed run does this work
-first, unless a signal caused the save, because that kind of save comes afterwards. The same goes
-for learning rates after a checkpoint saved at the end of an epoch, the default of
-`ModelCheckpoint`. With ``max_steps`` Lightning would train such an epoch again.
+epoch. When Lightning resumes, it skips that work. The work may draw random numbers, as a torch
+loader does, and early stopping and other checkpoints may depend on it. So the resumed run does this
+work first, unless a signal caused the save, because that kind of save comes afterwards. The same
+applies to learning rates after a checkpoint saved at the end of an epoch, the default of
+`ModelCheckpoint`. With ``max_steps``, Lightning would train such an epoch again.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over a resumed epoch would cover
 only the batches since the resume. Early stopping, checkpoints and learning rates that depend on a
@@ -32,11 +32,11 @@ own metrics: the values that callbacks see, and the sums that the epoch has accu
 [Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
 callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
 between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
-rank]. They include the best models that `ModelCheckpoint` knows: these are the same on all ranks if
-the monitored metric is; if not, the resumed run still decides as an uninterrupted run would.
-Hyperparameters are not among the entries: they come from the script, and no fit restores them. When
-rounds restart, a rank gets the entries of the rank in the same position, but the model from the
-file; if the number of groups or ranks has changed, the loops come from the file as well.
+rank]. They include the best models that `ModelCheckpoint` has recorded: these are the same on all
+ranks if the monitored metric is; if not, the resumed run still decides as an uninterrupted run
+would. Hyperparameters are not among the entries: they come from the script, and no fit restores
+them. When rounds restart, a rank gets the entries of the rank in the same position, but the model
+from the file; if the number of groups or ranks has changed, the loops come from the file as well.
 """
 
 import inspect
@@ -86,14 +86,14 @@ class Checkpointer:
         self._options = fit.options
         self._format = fit.format
         self.averaging: Averaging | None = None
-        """The fit's averages, once it has any."""
+        """The fit's averages, once there are any."""
         self.resumed: State | None = None
         """The state that this rank saved, if the fit is about to resume exactly."""
         self.start = "a new run"
-        """Where the fit starts, in words."""
+        """A description of where the fit starts."""
         self._restart: Restart | None = None
         self._random_state: State | None = None
-        # This run's checkpoints that still exist, and whether the run saved each one itself.
+        # The checkpoints of this run that still exist, and whether the run itself saved each one.
         self._standing: dict[str, bool] = {}
         # See [Note: late writers]: the CheckpointIO that does the writing, the work that follows
         # once a saved file is in place, and pending removals of files that are still being written.
@@ -157,7 +157,7 @@ class Checkpointer:
         self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Makes the parameters trainable that were so at the save, which callbacks do not do."""
+        """Makes the same parameters trainable as at the save, which callbacks do not do."""
         if self.resumed is not None:
             trainable = {
                 name
@@ -215,7 +215,8 @@ class Checkpointer:
         layout = header["layout"]
         saved = self._read_place(path, header)
         if saved is None:
-            # It has no state, but it has the learning rates from which schedulers continue.
+            # The optimizer has no state, but it has the learning rates from which schedulers
+            # continue.
             groups = header.get("param_groups", [])
             states = [{"state": {}, "param_groups": group} for group in groups]
             if not states:
@@ -233,7 +234,7 @@ class Checkpointer:
         self._announce_restart(self._restart, header, is_fresh=saved is None)
 
     def _read_restart(self, path: str, header: State) -> Restart:
-        """Rank 0 reads the outer state for all groups, because ranks may see different files."""
+        """Reads the outer state on rank 0 for all groups, because ranks may see different files."""
         topology = self._groups.topology
 
         def read() -> Restart | None:
@@ -254,8 +255,8 @@ class Checkpointer:
         return Restart.of(first.value)
 
     def _read_place(self, path: str, header: State) -> State | None:
-        """Reads the file of this rank's group and shard, or of the group's first shard; None
-        without one.
+        """Reads the file of this rank's group and shard, or of the group's first shard; None if
+        there is none.
         """
         topology = self._groups.topology
         mesh = dict(header["layout"])
@@ -428,7 +429,7 @@ class Checkpointer:
         *args: Forwarded,
         **kwargs: Forwarded,
     ) -> None:
-        """Writes a checkpoint file, in whatever thread, and then does the work that follows."""
+        """Writes a checkpoint file, in any thread, and then does the work that follows."""
         save = checkpoint.get(files.KEY, {}).get("save")
         if save not in self._afterwards:
             write(checkpoint, path, *args, **kwargs)
@@ -437,7 +438,7 @@ class Checkpointer:
         place = str(path)
         with self._lock:
             if not files.is_whole(place, save):
-                return  # It was removed before it could be written.
+                return  # The checkpoint was removed before it could be written.
             self._removals[place] = []
         before = files.fingerprint(place)
         # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that
@@ -502,7 +503,9 @@ class ResumedLoops:
         wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
     def _reset_fit(self, reset: Function) -> None:
-        """A run saved after a batch or an epoch starts with the rest of that batch or epoch."""
+        """Makes a run that was saved after a batch or an epoch start with the rest of that batch or
+        epoch.
+        """
         fit_loop = self._fit_loop
         progress = self._progress
         if self._trainer.strategy.fit.checkpointer.resumed is not None:
@@ -521,7 +524,7 @@ class ResumedLoops:
         reset()
 
     def _end_batch(self, advance: object, data_fetcher: object) -> None:
-        # It replaces the first batch, so that Lightning continues as it does after any batch.
+        # This replaces the first batch, so that Lightning continues as after any other batch.
         self._once.close()
         self._epoch_loop.val_loop.restarting = False
         self._trainer.strategy.fit.finish_with_last_batch()
@@ -532,7 +535,7 @@ class ResumedLoops:
         start()
 
     def _end_epoch(self, end: Function) -> None:
-        # As in an uninterrupted run, learning rates that depend on metrics are updated.
+        # Learning rates that depend on metrics are updated, as in an uninterrupted run.
         self._fit_loop._restarting = False
         end()
 
@@ -551,7 +554,7 @@ class ResumedLoops:
             epoch_loop.scheduler_progress.reset_on_run()
             epoch_loop.automatic_optimization.optim_progress.reset_on_run()
             epoch_loop.val_loop.batch_progress.total.reset()
-        # Lightning has is_resuming from 2.5.3 on.
+        # Lightning has is_resuming since 2.5.3.
         is_resuming = getattr(self._fit_loop, "is_resuming", False) or epoch_loop.restarting
         if is_resuming and self._trainer.current_epoch > 0 and self._progress.current.ready == 0:
             iter(self._fit_loop._data_fetcher)
@@ -562,15 +565,15 @@ class ResumedLoops:
 
 
 def _was_saved_before_completion(count: Internal) -> bool:
-    """Returns whether a count lacks only its completion, as when a hook at the end of a batch or
-    epoch saved it.
+    """Returns whether a count lacks only its completion, which happens when a hook at the end of a
+    batch or epoch saves it.
     """
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 # Metrics
 
-# Metric attributes that are saved although they are not states.
+# Metric attributes that are saved even though they are not states.
 _NOT_STATES = ("_update_count", "_forward_cache")
 
 
@@ -606,7 +609,7 @@ def _saved(logged: Internal) -> State:
         states = (*part._defaults, *_NOT_STATES)
         parts[name] = {state: _plain(getattr(part, state)) for state in states}
     return {
-        # The arguments of `self.log`: Lightning requires them to be the same in the next call.
+        # The arguments of `self.log`, which Lightning requires to be the same in the next call.
         "arguments": {
             name: argument
             for name, argument in vars(meta).items()
@@ -637,7 +640,7 @@ def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
                 setattr(part, state_name, value)
             part.to(trainer.strategy.root_device)
     if state["epoch"]:
-        # Otherwise the next batch would clear the metrics, as the first batch of an epoch does.
+        # Otherwise, the next batch would clear the metrics, as the first batch of an epoch does.
         connector._first_loop_iter = False
 
 

@@ -2,32 +2,32 @@
 same batch.
 
 [Note: uneven data] If all lengths are known, all ranks agree on the smallest when Lightning loads
-the data. If they are not, or a loader ends before its announced length, a group without data
-follows the other groups with idle batches: Lightning gets None, which it treats as a batch without
-training. Idle batches count as inner steps and as global steps, just like trained ones. The group
-asks for the end of the epoch with its next launch; the batch in which that launch lands is the last
-for all groups. If the data of all groups has ended, the epoch is over at once.
+the data. If some lengths are unknown, or if a loader ends before its announced length, a group
+without data follows the other groups with idle batches: Lightning gets None, which it treats as a
+batch without training. Idle batches count as inner steps and as global steps, just like trained
+ones. The group requests the end of the epoch with its next launch; the batch in which that launch
+lands is the last for all groups. If the data of all groups has ended, the epoch ends at once.
 
 [Note: where the others are] A group without data cannot know how far the other groups will get, and
 must not stop them. So before a launch, and before anything else that makes all ranks wait for each
-other, every group announces its current batch and continues. A group without data announces that at
-once, and waits for the other groups' announcements. If every group's data has ended, the last batch
-that any of them has is the last of the epoch. If not, the group follows the others to the batch in
-which they meet, takes part, and waits again: in every batch that it follows, some other group
-trains.
+other, every group announces its current batch and continues. A group without data announces that
+immediately, and waits for the other groups' announcements. If every group's data has ended, the
+last batch of any group is the last of the epoch. If not, the group follows the others to the batch
+in which they meet, takes part, and waits again. In every batch in which it follows, some other
+group trains.
 
 [Note: a batch ahead] If no length is known, the next batch is fetched before the current one is
-trained, as Lightning does, to recognise the last batch. A checkpoint holds the state of the loaders
-before that fetch, so a resumed fit fetches the batch again.
+trained, as in Lightning, to recognise the last batch. A checkpoint contains the state of the
+loaders before that fetch, so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0
 was terminated, and after every batch whether a time limit or a checkpoint's time interval has
-passed. Here these decisions travel in the control vector of the next launch instead, and all ranks
+passed. Here, these decisions instead travel in the control vector of the next launch, and all ranks
 act on them after the inner step in which that launch lands.
 
-[Note: nothing in users' objects] Metrics and synchronised BatchNorm gather within the group because
-functions in their libraries are replaced. Users' objects are left alone: they may be copied or
-pickled, which a process group cannot.
+[Note: nothing in users' objects] To make metrics and synchronised BatchNorm gather within the
+group, functions in their libraries are replaced. Users' objects are not changed, because they may
+be copied or pickled, which is impossible with a process group.
 """
 
 import importlib
@@ -73,11 +73,11 @@ class GroupPlaces:
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
-        # Announcements in transit, each with the inner step after which it was posted.
+        # The announcements in transit, each with the inner step after which it was posted.
         self._posted: deque[tuple[int, object]] = deque()
         # The latest batch that this group or another is known to have reached.
         self._last = 0
-        # The last batch of the epoch, once that is known.
+        # The last batch of the epoch, once known.
         self._end: int | None = None
 
     def begin_epoch(self, fetched: int) -> None:
@@ -87,16 +87,16 @@ class GroupPlaces:
 
     def announce_wait_in(self, batch: int) -> None:
         """Announces, once per batch, that this group is about to wait for all others."""
-        # Lightning counts an idle batch only after this one has waited in it.
+        # Lightning counts an idle batch only after this group has waited in it.
         if self._end is None and batch > self._last:
             self._last = batch
             self._announce(batch, data_has_ended=False)
 
     def end_after(self, last_own: int, batch: int) -> int | None:
         """Returns the last batch of the epoch, or None if another group continues in ``batch`` or
-        beyond it.
+        beyond.
 
-        Waits for the others, and asks for the end of the epoch, because this group's data ended
+        Waits for the others, and requests the end of the epoch, because this group's data ended
         after ``last_own``.
         """
         if self._end is None and self._last < batch:
@@ -113,7 +113,7 @@ class GroupPlaces:
         return self._end
 
     def collect(self, until: float = float("inf")) -> None:
-        """Receives the announcements that were posted up to an inner step."""
+        """Receives the announcements that were posted until an inner step."""
         while self._posted and self._posted[0][0] <= until:
             self._receive()
 
@@ -160,7 +160,7 @@ class GroupFetcher:
         fit: The fit.
         places: The positions of the groups.
         fetcher: Lightning's data fetcher, which may have read a batch already.
-        length: The number of batches in an epoch; None if it is not known.
+        length: The number of batches in an epoch; None if unknown.
         loop_state: Returns the state that Lightning's loop saves for itself and its loaders.
     """
 
@@ -185,10 +185,10 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The loaders' state before a batch was read ahead; None if no batch was."""
+        """The loaders' state before a batch was read ahead; None if no batch was read ahead."""
         self.phase = Phase.UNCOUNTED
-        # Lightning reads both: the batches of this epoch so far, and whether the last is one of
-        # them.
+        # Lightning reads both: the number of batches so far in this epoch, and whether the last is
+        # one of them.
         self.fetched = 0
         self.done = False
 
@@ -276,7 +276,7 @@ class Epochs:
         self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces the code that ends epochs in Lightning. A single worker group needs none of
+        """Replaces the code that ends epochs in Lightning. A single worker group does not need
         this.
         """
         trainer = self.fit.trainer
@@ -285,7 +285,7 @@ class Epochs:
         self._loop_state = loop.on_save_checkpoint
 
         def saved_state(loop_state: Function) -> State:
-            # It includes the loaders' state as if nothing had been read ahead.
+            # This includes the loaders' state as if nothing had been read ahead.
             fetcher = self._fetcher
             if fetcher is None or loop._data_fetcher is not fetcher or fetcher.loaders is None:
                 return loop_state()
@@ -336,8 +336,8 @@ class Epochs:
             self._fetcher = GroupFetcher(self.fit, self.places, fetcher, length, self._loop_state)
             loop._data_fetcher = self._fetcher
         elif length is not None:
-            # It passes its iterator to training_step, which takes the batches: the iterator can end
-            # early, but it cannot yield None.
+            # This fetcher passes its iterator to training_step, which takes the batches: the
+            # iterator can end early but cannot yield None.
             limits = loop._combined_loader.limits
             loop._combined_loader.limits = [min(limit, length) for limit in limits]
             fetcher.length = length
@@ -369,9 +369,10 @@ class Epochs:
         return None
 
     def _agreed_length(self, failure: Exception | None) -> int | None:
-        """Agrees with all ranks on the number of batches in an epoch; None if no rank knows it.
+        """Returns the number of batches in an epoch on which all ranks agree; None if no rank knows
+        it.
 
-        Raises on all ranks if one has no batches, or cannot load them.
+        Raises on all ranks if one of them has no batches or cannot load them.
         """
         trainer = self.fit.trainer
         topology = self.fit.groups.topology
@@ -406,7 +407,7 @@ class Epochs:
         return agreed
 
     def _own_length(self) -> int | None:
-        """Returns the number of batches in this rank's epoch: None if unknown, 0 without data."""
+        """Returns the number of batches in this rank's epoch; None if unknown, 0 without data."""
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         if loop.max_batches != float("inf"):
@@ -419,7 +420,7 @@ class Epochs:
 
 
 def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
-    """Returns, as text, each group's number of batches, and each rank's if they differ."""
+    """Returns a text with each group's number of batches, and each rank's if they differ."""
     lengths: dict[int, list[str]] = {}
     for group, length, _ in ranks:
         text = "an unknown number" if length is None else str(length)
@@ -479,8 +480,9 @@ def _is_reduced(metric: Internal) -> bool:
     return bool(getattr(metric.value, "sync_on_compute", True))
 
 
-# Loaders that yield None on purpose wrap another loader as `loader`, and have `follow(engine)`:
-# `DropCompute` makes them, and users may, as in ``examples/methods/dylu.py``.
+# Loaders that yield None on purpose wrap another loader as `loader` and have `follow(engine)`.
+# `DropCompute` makes such loaders, and users may write their own, as in
+# ``examples/methods/dylu.py``.
 
 
 def process_wrapped(trainer: Trainer, dataloader: object) -> object:
@@ -502,8 +504,8 @@ def _wrappers(loader: Internal) -> Iterator[Internal]:
 
 
 def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
-    """Tells an epoch's loaders about the engine; returns whether any may leave out micro-batches
-    that count.
+    """Passes the engine to an epoch's loaders; returns whether any of them may leave out
+    micro-batches that count.
     """
     leaves_out = False
     for loader in trainer.fit_loop._combined_loader.flattened:
@@ -531,7 +533,7 @@ def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
     return leaves_out
 
 
-# Columns that a Rich progress bar uses for everything but the metrics.
+# Columns that a Rich progress bar uses for everything except the metrics.
 _BESIDE_METRICS = 66
 
 
@@ -567,7 +569,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _save_together(undo: ExitStack, fit: FitState) -> None:
-    """Makes all ranks decide together, when a launch lands, on checkpoints by time interval."""
+    """Makes all ranks decide together on checkpoints by time interval when a launch lands."""
     savers = [
         callback
         for callback in fit.trainer.callbacks
@@ -593,7 +595,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
-    """Makes saving and scheduling by a metric use the metric's mean over all ranks."""
+    """Makes checkpoints and schedules that depend on a metric use its mean over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),
@@ -633,8 +635,7 @@ def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Train
 
 def _save_last(groups: ConnectedGroups, original: Function, *args: Forwarded) -> None:
     """Updates the last checkpoint as Lightning does, except after an exception."""
-    # After an exception no checkpoint was written, so there is nothing to which the last one could
-    # be a link.
+    # After an exception, no checkpoint was written, so there is nothing to link to.
     if not groups.is_alone:
         original(*args)
 

@@ -1,4 +1,4 @@
-"""Which model validation sees inside a fit, which model checkpoints hold, and which one callbacks
+"""The models that validation inside a fit shows, that checkpoints contain, and that callbacks
 average.
 
 [Note: the model that validation sees] It is in the module before any validation hook runs, and the
@@ -8,22 +8,22 @@ after the hooks of callbacks and modules, including at the end.
 
 [Note: the first round] Until every fragment has landed once, the outer model holds untrained
 values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
-group that validates by itself must not wait for others, so the exchange only takes place if
-Lightning's loop has decided to validate, which happens after the same batch in all groups, and
+group that validates on its own must not wait for others. So the exchange only takes place if
+Lightning's loop has decided to validate, which happens after the same batch in all groups, and if
 every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a rank that ends
-with an exception waits for no other, and a signal leaves no time: then, and whenever a single rank
-asks for a ``state_dict``, it is the group's own model, and a warning says so. The mean is used
-until the next inner step, so that the best model is the one that was validated. The state from
-which a fit resumes is saved next to it, unchanged. On routes where groups hold their own outer
-parameters, every validation and every checkpoint uses their mean.
+with an exception does not wait for others, and a signal leaves no time. In these cases, and
+whenever a single rank requests a ``state_dict``, the result is the group's own model, with a
+warning. The mean is used until the next inner step, so that the best model is the one that was
+validated. The state from which a fit resumes is saved next to it, unchanged. On routes where groups
+have their own outer parameters, every validation and every checkpoint uses their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. At that point it holds local parameters, so the callbacks read the outer parameters instead,
-which change only at landings: an update requested between two landings happens at the second. All
-groups land after the same inner steps, so all have the same average, bit for bit. The end of a fit
-is also a landing, and a longer fit resumes from before it. So the average is kept as it was then,
-with the number of updates that a longer fit would have made since, which a resumed fit makes
-itself.
+ends. At that point, it contains local parameters, so the callbacks read the outer parameters
+instead, which change only at landings: an update requested between two landings happens at the
+second one. All groups land after the same inner steps, so all have the same average, bit for bit.
+The end of a fit is also a landing, and a longer fit resumes from before it. So the average from
+before the end is kept, with the number of updates that a longer fit would have made since then,
+which a resumed fit makes itself.
 """
 
 import logging
@@ -60,8 +60,8 @@ class ShownModel:
 
     Args:
         groups: The worker groups.
-        save: The call with which all ranks save a checkpoint, for messages.
-        warns: Whether to warn about the first round. Fabric itself reports what a file holds.
+        save: The call that saves a checkpoint on all ranks, for messages.
+        warns: Whether to warn about the first round. Fabric itself reports what a file contains.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
@@ -70,7 +70,7 @@ class ShownModel:
         self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
-        # The untrained state that the first group keeps, if it was sent.
+        # The untrained state of the first group, if it was sent.
         self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
@@ -79,7 +79,7 @@ class ShownModel:
         self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes the untrained state that the first group keeps, to show it.
+        """Takes the untrained state of the first group, to show it.
 
         All ranks must call it.
         """
@@ -88,11 +88,13 @@ class ShownModel:
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Returns whether all groups have trained the outer model; see [Note: the first round]."""
+        """Returns whether the outer model is trained completely; see [Note: the first round]."""
         return engine.has_landed and engine.rounds.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
-        """Takes the mean of the groups, which is then the model shown. All ranks must call it."""
+        """Computes the mean of the groups, which then becomes the shown model. All ranks must call
+        it.
+        """
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
@@ -109,9 +111,8 @@ class ShownModel:
         self, engine: StreamingDiLoCo, models: Sequence[object], *, watches: bool = False
     ) -> Iterator[None]:
         """Shows the exchanged or the outer model in a ``with`` block."""
-        # After a forward pass without gradients DistributedDataParallel would believe that the
-        # buffers of the next training step, which are put back then, have been synchronised
-        # already.
+        # After a forward pass without gradients, DistributedDataParallel would assume that the
+        # buffers of the next training step, which are restored by then, are already synchronised.
         are_due = {
             model: getattr(model, _BUFFERS_ARE_DUE)
             for model in models
@@ -172,8 +173,8 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten: if all ranks hold the same, they are the new outer
-    model.
+    """Takes weights that hooks have overwritten. If they are the same on all ranks, they become the
+    new outer model.
     """
 
     def __init__(self, groups: ConnectedGroups) -> None:
@@ -188,13 +189,13 @@ class Rewritten:
         *,
         with_all: bool,
     ) -> None:
-        """Makes overwritten parameters the outer ones if all ranks hold the same values; otherwise
+        """Makes overwritten parameters the outer ones if all ranks have the same values; otherwise,
         warns once.
 
         Args:
             engine: The engine.
-            digests: The parameters overwritten on this rank, by name.
-            hooks: Which hooks may have done so.
+            digests: The digests of the parameters overwritten on this rank, by name.
+            hooks: The hooks that may have overwritten them.
             with_all: Whether all ranks make this call, so that they can compare.
         """
         topology = self._groups.topology
@@ -231,7 +232,7 @@ class Rewritten:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Returns a few names, as text."""
+    """Returns a text with a few names."""
     shown = ", ".join(map(repr, names[:3]))
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
@@ -249,7 +250,8 @@ class Evaluation:
         self.rewritten = Rewritten(fit.groups)
         # The user's hooks that may overwrite weights.
         self._hooks: list[str] = []
-        # Whether all ranks are saving a checkpoint, a validation is due, and one is running.
+        # Whether all ranks are saving a checkpoint, whether a validation is due, and whether one is
+        # running.
         self._saves_with_all = False
         self._is_due = False
         self._is_showing = False
@@ -298,8 +300,7 @@ class Evaluation:
         is_due = self._is_due
         self._is_due = False
         engine = self._fit.engine
-        # Before training, after it, and where one loop runs in another, everything is shown
-        # already.
+        # Before and after training, and where one loop runs in another, the model is already shown.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
         self.shown.forget()
@@ -349,7 +350,7 @@ class Averaging:
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
         self._fit = fit
         self._module = fit.trainer.lightning_module
-        # The WeightAveraging, of which there is at most one.
+        # The WeightAveraging callback; there is at most one.
         self._callback: Internal = None
         # Whether an update is due at the next landing.
         self._wanted = False
@@ -402,8 +403,8 @@ class Averaging:
     def _end_epoch(self, original: Function, trainer: Trainer, module: LightningModule) -> None:
         updates_before = self._updates
         self._in_outer(original, trainer, module)
-        # If max_steps ends the fit inside an epoch, a longer fit has not reached the end of the
-        # epoch yet.
+        # If max_steps ends the fit inside an epoch, a longer fit would not yet have reached the end
+        # of the epoch.
         has_ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         if self._unfinished is not None and has_ended:
             self._unfinished["updates"] += self._updates - updates_before
@@ -421,7 +422,7 @@ class Averaging:
     ) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
-            # Before the first landing nothing is averaged, and the first update copies the model.
+            # Before the first landing, nothing is averaged. The first update copies the model.
             checkpoint["state_dict"] = dict(checkpoint["current_model_state"])
 
     @property
@@ -453,7 +454,7 @@ class Averaging:
     def load_state_dict(self, state: State | None) -> None:
         """Restores what `state_dict` returned.
 
-        Call it when the engine holds the state saved with it.
+        Call this once the engine has the state that was saved with it.
         """
         if self._callback is None or state is None:
             return

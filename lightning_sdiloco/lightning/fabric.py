@@ -67,8 +67,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     summary = """Trains one model on several worker groups joined by slow links, in a Fabric loop.
 
-    Each optimizer step is an inner step; with several optimizers, each batch in which at least one
-    steps. ``fabric.strategy.finish()`` ends training.
+    Each optimizer step is an inner step. With several optimizers, each batch in which at least one
+    of them steps is an inner step. ``fabric.strategy.finish()`` ends training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
@@ -80,7 +80,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def _arguments(cls) -> dict[str, Argument]:
         arguments = super()._arguments()
-        # Only a Trainer validates and resumes by itself.
+        # Only a Trainer validates and resumes automatically.
         del arguments["evaluate"]
         del arguments["resume"]
         # Fabric has a shorter name for the plugin.
@@ -118,7 +118,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._saves_with_all = False
         # Whether a save without all ranks has just ended.
         self._saved_alone = False
-        # The number of inner steps, for a warning at the end; empty once training was finished.
+        # The number of inner steps, for a warning at the end; empty once training is finished.
         self._unfinished: list[int] = []
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
@@ -128,11 +128,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # For users
 
     def finish(self) -> list[Landing]:
-        """Ends training: call it after the last step, in all processes. The model ends with the
+        """Ends training. Call it after the last step, in all processes. The model then contains the
         outer parameters.
 
-        Fragments in flight land, and each then takes the plain mean of the groups' local
-        parameters. Returns what landed.
+        Fragments in flight land, and then every fragment takes the plain mean of the groups' local
+        parameters. Returns the landings.
         """
         if self.engine is None:
             _log.warning(
@@ -147,9 +147,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step without training, when this group's loader yields None.
+        """Takes an inner step without training, when this group's loader yields None.
 
-        Returns what landed.
+        Returns the landings.
         """
         engine = self._begun()
         if self._stepped:
@@ -163,8 +163,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model, the same in all groups, inside a ``with`` block, then restores the
-        local one.
+        """Shows the outer model, which is the same in all groups, inside a ``with`` block, and then
+        restores the local model.
 
         Until every fragment has landed once, and on routes where groups do not share, it shows the
         mean of the groups. All ranks must call it.
@@ -274,7 +274,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._inner_optimizers.append(optimizer)
         if self._is_set_up_again:
             return super().setup_optimizer(optimizer)
-        # If it was made before the model took rank 0's values, it may hold copies of other values.
+        # An optimizer that was made before the model took rank 0's values may contain copies of
+        # other values.
         copies = WeightCopies([optimizer])
         parameters = _parameters_of(optimizer)
         copies.watch({str(index): parameter for index, parameter in enumerate(parameters)})
@@ -294,10 +295,10 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     def optimizer_step(self, optimizer: Forwarded, **kwargs: Forwarded) -> object:
         number = self._number_of(optimizer)
         if number is None:
-            # It was not set up with this strategy.
+            # This optimizer was not set up with this strategy.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
-        # A fixed world does not send what a site sends.
+        # Groups that are launched together do not send the samples that a site sends.
         if self._announcement is None and engine.site is None:
             self._announcement = Announcement(engine)
         if engine.is_finished:
@@ -351,7 +352,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         # Users validate and save between two inner steps, so batches are watched instead.
         engine.watch.stop()
         if self.engine is None and engine.topology.rank == 0:
-            # Called when the strategy is dropped, or at the end of the process.
+            # Called when the strategy is garbage-collected, or at the end of the process.
             weakref.finalize(self, _warn_of_unfinished, self._unfinished)
         self.results.engine = engine
         self._announcement = None
@@ -382,7 +383,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         with self._groups.waiting(args, self.engine):
             super().barrier(*args, **kwargs)
 
-    # Checkpoints hold the outer model, with a file per rank next to it
+    # Checkpoints contain the outer model, with a file for each rank next to it
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> State:
@@ -446,8 +447,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         storage_options: object = None,
         filter: State | None = None,
     ) -> State:
-        """Returns the entries of a user's checkpoint that may differ between ranks: all that the
-        engine does not train.
+        """Returns the entries of a user's checkpoint that may differ between ranks, which are all
+        that the engine does not train.
         """
         entries = State()
         for name, value in state.items():
@@ -472,8 +473,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def _is_alone(self) -> bool:
-        """Returns whether this rank is handling an exception, and so must not wait for ranks that
-        may have none.
+        """Returns whether this rank is handling an exception, in which case it must not wait for
+        ranks that may not be.
         """
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
@@ -499,7 +500,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         saved = State()
 
         def read(load_file: Load, *file: Forwarded, **how: Forwarded) -> State:
-            """Reads rank 0's file, and replaces its entries with those that this rank saved."""
+            """Reads rank 0's file and replaces its entries with those that this rank saved."""
             checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:
                 saved.update(

@@ -1,4 +1,4 @@
-"""One fit: everything that begins and ends with it, as the callback whose hooks drive it."""
+"""A fit: everything that begins and ends with it, driven by the hooks of a callback."""
 
 import logging
 import math
@@ -92,15 +92,15 @@ class BatchCounts:
     samples: int = 0
     micro_batches: int = 0
     optimizer_steps: int = 0
-    """The number of steps made through Lightning's wrapper."""
+    """The number of steps taken through Lightning's wrapper."""
     stepped: bool = False
-    """Whether an optimizer of this fit stepped at all."""
+    """Whether any optimizer of this fit stepped."""
 
 
 class Fit(FitState):
     """A fit of a trainer, and its inner steps.
 
-    It holds no state that a callback would have to put into a checkpoint.
+    It has no state that a callback would have to save in a checkpoint.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class Fit(FitState):
         self._results = results
         self._thread = threading.get_ident()
         self.counts = BatchCounts()
-        # The number of optimizer steps in the last trained batch; an idle batch counts as many.
+        # The number of optimizer steps in the last trained batch; an idle batch counts the same
+        # number.
         self._steps_per_batch = 0
         # Whether a loader may leave micro-batches out, so that the trained ones are counted.
         self._counts_micro_batches = False
@@ -141,11 +142,11 @@ class Fit(FitState):
         self._epoch_has_stepped: bool | None = None
         # Whether the warning about an all_gather within the group was due.
         self.has_gathered = False
-        # Whether hooks may change which parameters are trainable, and whether they did since the
-        # model was wrapped.
+        # Whether hooks may change which parameters are trainable, and whether they have done so
+        # since the model was wrapped.
         self._is_between_epochs = False
         self._must_wrap = False
-        # Digests of the model before epoch hooks, and which of these hooks the user has.
+        # Digests of the model before epoch hooks, and the user's hooks of this kind.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
         # Landings between two inner steps; the next inner step reports them.
@@ -158,7 +159,7 @@ class Fit(FitState):
     # Start
 
     def begin(self) -> None:
-        """Refuses setups that cannot work, and replaces what Lightning does over all ranks."""
+        """Refuses setups that cannot work, and replaces Lightning's collectives over all ranks."""
         trainer = self.trainer
         groups = self.groups
         patches = self.patches
@@ -194,7 +195,7 @@ class Fit(FitState):
     def start(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
         """Makes the engine.
 
-        The weights are final only now: checkpoints are restored, and user hooks have run.
+        Only now are the weights final: checkpoints are restored, and user hooks have run.
         """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps)
@@ -271,7 +272,7 @@ class Fit(FitState):
             self._counts_micro_batches = may_leave_out or self._counts_micro_batches
 
     def _take_rewritten(self) -> None:
-        """Takes weights that hooks of epochs have overwritten since the last batch."""
+        """Takes weights that epoch hooks have overwritten since the last batch."""
         digests_before = self._epoch_digests
         self._epoch_digests = None
         if self.engine is not None and digests_before is not None:
@@ -306,7 +307,8 @@ class Fit(FitState):
         return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
-        """Takes weights that hooks have overwritten, and cuts the model again if it must.
+        """Takes weights that hooks have overwritten, and divides the model into fragments again if
+        necessary.
 
         All ranks must call it.
         """
@@ -318,13 +320,13 @@ class Fit(FitState):
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # Requests that came with these launches are decided, and landings are logged, at the next
-        # inner step.
+        # At the next inner step, requests that came with these launches are decided and landings
+        # are logged.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
     def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Lets a checkpoint saved between two epochs hold the parameters that hooks have just
+        """Lets a checkpoint saved between two epochs contain the parameters that hooks have just
         replaced.
         """
         engine = self.engine
@@ -368,11 +370,11 @@ class Fit(FitState):
         self.finish_with_last_batch()
 
     def end_batch(self, batch: Batch) -> list[Landing]:
-        """Runs an inner step if an optimizer stepped in the batch, or would have. Returns the
+        """Takes an inner step if an optimizer stepped in the batch, or would have. Returns the
         landings.
         """
         self.watch.end()
-        # Everything agreed on after the last inner step is done.
+        # Everything that was agreed on after the last inner step is now done.
         self.requests.agreed_now = 0
         self.landed = False
         if batch is not None:
@@ -390,7 +392,7 @@ class Fit(FitState):
         return landings
 
     def _is_idle_step(self, batch: Batch) -> bool:
-        """Returns whether the other groups may run an inner step while this one had no data."""
+        """Returns whether the other groups may take an inner step while this one has no data."""
         is_alone = self.groups.topology.num_groups == 1
         if batch is not None or self.counts.optimizer_steps or is_alone:
             return False
@@ -398,7 +400,7 @@ class Fit(FitState):
         return count_idle_batch(self.trainer, steps)
 
     def _step(self, engine: StreamingDiLoCo, is_idle: bool) -> list[Landing]:
-        """Runs an inner step, and takes in the requests that came with the landings."""
+        """Takes an inner step, and handles the requests that came with the landings."""
         if engine.is_finished:
             raise RuntimeError(
                 "Training continues after its last batch: max_epochs or max_steps was raised after"
@@ -463,7 +465,7 @@ class Fit(FitState):
             if self._interval is not None:
                 metrics |= self._interval.scalars_with(landing)
             elif self.engine is not None:
-                # The interval begins with the first landing: before it there was nothing to wait
+                # The interval begins with the first landing; before that, there was nothing to wait
                 # for.
                 self._interval = Interval(self.engine.rounds.settings.sync_every, landing.landed_at)
             add_to_row(self._row, metrics)
@@ -471,7 +473,7 @@ class Fit(FitState):
             monitor.note(landings)
 
     def _log(self, log_metrics: Function, metrics: State, step: int | None = None) -> None:
-        """Adds the landings to Lightning's training row, and creates a row where a logged step has
+        """Adds the landings to Lightning's training row, and creates a row if a logged step has
         none.
         """
         # self.log would repeat values without a landing, and forget those between two logged steps.
@@ -546,8 +548,8 @@ class Fit(FitState):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule | None, exception: BaseException
     ) -> None:
-        """Reports an exception to the other ranks, before another callback saves a checkpoint."""
-        # After a signal all ranks end with this one, after the same inner step.
+        """Reports an exception to the other ranks before another callback saves a checkpoint."""
+        # After a signal, all ranks end with this exception, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
             self._log_last_row()
         else:
@@ -561,8 +563,8 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns scalars as Lightning keeps them, also in trainer.logged_metrics; float64 is exact for
-    any number of bytes.
+    """Returns scalars in Lightning's form, as in trainer.logged_metrics. In float64, any number of
+    bytes is exact.
     """
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 

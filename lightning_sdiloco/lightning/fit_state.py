@@ -1,17 +1,18 @@
-"""A fit as its parts see it, and the requests that its ranks send each other, as after a signal.
+"""The state of a fit that its parts share, and the requests that its ranks send each other, such as
+after a signal.
 
 A request travels in a launch's control vector. When the launch lands, all ranks agree on the
 request.
 
 [Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it
-only records the signal; the request travels with the next launch. When that launch has landed,
+only records the signal, and the request travels with the next launch. When that launch has landed,
 which happens after the same inner step on every rank, all ranks save together and end. A second
-signal changes nothing, either before or after that.
+signal has no effect, before or after that.
 
-[Note: where a fit ends] At the end of a batch there are two points from which Lightning resumes
-exactly. If a validation is due, it is the point before the first validation batch: the resumed fit
-starts with that validation. Otherwise it is the point after everything else. After the last batch
-of an epoch Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
+[Note: where a fit ends] At the end of a batch, there are two points from which Lightning resumes
+exactly. If a validation is due, the fit ends before the first validation batch, and the resumed fit
+starts with that validation. Otherwise, it ends after everything else. After the last batch of an
+epoch, Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
 """
 
 import logging
@@ -46,7 +47,7 @@ class Request(IntFlag):
 
 SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
 
-_BITS = [1 << index for index in range(16)]  # of the control vector
+_BITS = [1 << index for index in range(16)]  # the request bits of the control vector
 
 MOST_CHECKPOINTS = sum(bit >= Request.CHECKPOINT for bit in _BITS)
 
@@ -58,7 +59,7 @@ class Requests:
         # The inner step after which each request was last fulfilled.
         self.done_at: dict[int, int] = {}
         self.agreed_now = 0
-        # The number of the periodic checkpoint that a callback is asking about now.
+        # The index of the periodic checkpoint that a callback is currently asking about.
         self.deciding: int | None = None
 
     def ask(self, bit: int) -> None:
@@ -74,12 +75,12 @@ class Requests:
             self._engine.rounds.requests.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], requested: int) -> None:
-        """Takes in the requests that came with landings: all ranks now agree on them, after the
+        """Handles the requests that came with landings, on which all ranks now agree, after the
         same inner step.
 
         Args:
             landings: The landings of this inner step.
-            requested: Requests among a site's own ranks in this inner step.
+            requested: The requests of a site's own ranks in this inner step.
         """
         self.agreed_now = requested
         for landing in landings:
@@ -93,8 +94,8 @@ class Requests:
         return bool(self.agreed_now & int(bit))
 
     def vote(self, skip: object) -> bool | None:
-        """Returns whether all ranks skip the save that a checkpoint callback asks about; None if
-        none asks.
+        """Returns whether all ranks skip the save that a checkpoint callback asks about; None if no
+        callback asks.
         """
         if self.deciding is None or not isinstance(skip, bool):
             return None
@@ -106,7 +107,9 @@ class Requests:
 
 
 class FitState:
-    """A fit as its parts see it. Every fit has its own object, so nothing is reset."""
+    """The state of a fit that its parts share. Every fit has its own object, so nothing is
+    reset.
+    """
 
     trainer: Trainer
     options: Options
@@ -120,7 +123,7 @@ class FitState:
     is_ending: bool
     """Whether a signal ends the fit on all ranks."""
     ended: bool
-    """Whether a signal has ended it, and the checkpoint is saved."""
+    """Whether a signal has ended the fit and the checkpoint is saved."""
 
     @property
     def is_training(self) -> bool:
@@ -160,7 +163,7 @@ class Signals:
 
     @property
     def received(self) -> int:
-        # Iterates over a copy, because another signal may arrive meanwhile.
+        # This iterates over a copy, because another signal may arrive meanwhile.
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
@@ -173,7 +176,7 @@ class Signals:
             self._end(received)
 
     def _note(self, request: Request, signum: int, frame: FrameType | None) -> None:
-        # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested
+        # See [Note: signals wait for a step boundary]. Adding to a set is atomic, so nested
         # handlers lose nothing.
         self._received.add(request)
         if request == Request.REQUEUE:
@@ -184,7 +187,8 @@ class Signals:
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
-            # As when a validation stops in its first batch, from which Lightning then starts again.
+            # This looks as if a validation had stopped in its first batch, from which Lightning
+            # then restarts.
             loop.val_loop.batch_progress.reset_on_run()
             loop.val_loop.batch_progress.increment_ready()
             loop.val_loop.batch_progress.increment_started()
@@ -197,9 +201,9 @@ class Signals:
         agreed = self._agreed()
         original()
         if agreed:
-            # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores
-            # no loader. The hooks at the end of the epoch have run and are not repeated, as the
-            # current count shows; see [Note: the rest of a batch].
+            # This looks as if the fit had stopped in the last batch of an epoch, because after an
+            # epoch Lightning restores no loader. The hooks at the end of the epoch have run and are
+            # not repeated, as the current count shows; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):
                 count.processed -= 1
@@ -211,13 +215,13 @@ class Signals:
     def _agreed(self) -> int:
         """Returns the signals on which all ranks agree now."""
         if not self._fit.is_training:
-            return 0  # A fit that finished with this very step runs to its end.
+            return 0  # A fit whose last step this was runs to its end.
         return sum(filter(self._fit.requests.agreed, SIGNALLED))
 
     def _end(self, agreed: int) -> NoReturn:
         self._fit.is_ending = True
         if agreed & Request.REQUEUE and self._requeue is not None:
-            # Lightning's own handler saves and requeues the job, which then resumes by itself.
+            # Lightning's own handler saves and requeues the job, which then resumes automatically.
             self._requeue(self._requeued_by or agreed, None)
         else:
             self._save()
@@ -235,8 +239,8 @@ class Signals:
             folder = trainer.default_root_dir
             for callback in reversed(trainer.checkpoint_callbacks):
                 folder = getattr(callback, "dirpath", None) or folder
-            # Not a name that Lightning looks for: it would resume a later job from this file
-            # unasked.
+            # This is not a name that Lightning looks for, because it would resume a later job from
+            # this file without being asked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
             advice = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."

@@ -1,5 +1,5 @@
-"""The worker groups as a process sees them: how ranks find each other, and which ranks a collective
-spans.
+"""The worker groups from the perspective of a process: how ranks find each other, and which ranks a
+collective spans.
 
 Inside a batch, the collectives of Lightning and of user code stay within the worker group;
 elsewhere they span all ranks.
@@ -56,7 +56,7 @@ from lightning_sdiloco.lightning.options import Options
 
 _log = logging.getLogger(__name__)
 
-# How long processes may take to exit by themselves if the first one fails before they meet.
+# How long processes may take to exit on their own if the first one fails before they meet.
 _SECONDS_TO_END = 3.0
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker
@@ -103,8 +103,8 @@ class ConnectedGroups:
 
     @property
     def topology(self) -> Topology:
-        """The worker groups and the connections between them; known once processes
-        are connected.
+        """The worker groups and the connections between them; available once processes are
+        connected.
         """
         assert self._topology is not None, "the process groups are made in setup_environment"
         return self._topology
@@ -115,8 +115,8 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank is ending with an exception: it must not wait for ranks that
-        may be gone.
+        """Returns whether this rank is ending with an exception, and so must not wait for ranks
+        that may be gone.
         """
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
@@ -177,7 +177,8 @@ class ConnectedGroups:
                 require_reachable(rendezvous, group, exchange_address, group_address)
             with for_exchange():
                 if model_format.is_sharded:
-                    # As ModelParallelStrategy does, but without its mesh, which spans all ranks.
+                    # The same as in ModelParallelStrategy, but without its mesh, which spans all
+                    # ranks.
                     host._setup_distributed()
                 else:
                     set_up()
@@ -210,7 +211,7 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the other ranks that this one ends with an exception; from now on it must not wait
+        """Tells the other ranks that this one ends with an exception. From now on, it must not wait
         for them.
         """
         self.failed = True
@@ -228,8 +229,8 @@ class ConnectedGroups:
             self.announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; before they connect, or after an exception, this
-        rank's own decision.
+        """Returns the joint decision of all ranks, or this rank's own decision before they connect
+        or after an exception.
         """
         if self.is_alone or not self.is_connected:
             return decision
@@ -239,7 +240,7 @@ class ConnectedGroups:
         return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means, over all ranks, of the numbers that all of them have; nothing after an
+        """Returns the means over all ranks of the numbers that all of them have; empty after an
         exception.
         """
         if self.is_alone:
@@ -251,7 +252,7 @@ class ConnectedGroups:
 
     @contextmanager
     def waiting(self, names: Sequence[object], engine: StreamingDiLoCo | None) -> Iterator[None]:
-        """Explains what may be wrong if the others do not reach a barrier where this rank waits."""
+        """Explains possible causes if the others do not reach a barrier where this rank waits."""
         self.meet()
         try:
             yield
@@ -286,7 +287,8 @@ def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
 
 def _end_processes_of(host: Host) -> None:
     """Ends the processes that rerun the script and would wait for this one."""
-    # Lightning watches the list of them, and would end this process before it has said why.
+    # Lightning watches the list of these processes, and would end this one before it reports the
+    # reason.
     processes = getattr(host.launcher, "procs", [])
     started = [process for process in processes if isinstance(process, subprocess.Popen)]
     if started:
@@ -309,12 +311,12 @@ def _refuse_other_size(world_size: int) -> None:
 
 
 def _layout(host: Host, options: Options, model_format: WholeModel) -> GroupLayout:
-    """Returns which ranks form a worker group, given the environment's number of ranks."""
+    """Returns the layout of worker groups, given the environment's number of ranks."""
     nodes = host.num_nodes
     processes = host.num_processes
     environment = host.cluster_environment
     world_size = nodes * processes
-    # An environment that refuses these numbers does so at launch, with its own message.
+    # If an environment refuses these numbers, it does so at launch, with its own message.
     with suppress(ValueError):
         environment.validate_settings(num_devices=processes, num_nodes=nodes)
         world_size = host.world_size
@@ -348,7 +350,7 @@ def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> b
 
 
 class ScaleWatch:
-    """Warns once about a loss that may be scaled by the number of all ranks, as for DDP.
+    """Warns once about a loss that may be scaled by the total number of ranks, as for DDP.
 
     DistributedDataParallel averages gradients over the ranks of a group, so a loss multiplied by
     ``trainer.world_size`` to get their sum is too large by a factor of the number of groups. Rank 0

@@ -1,4 +1,5 @@
-"""Lightning's internals: a register of the names used here, the one way to patch, and refusals.
+"""Lightning's internals: a register of the names used here, the only way to patch them, and
+refusals.
 
 [Note: the register] Some promises to users depend on names that Lightning may change in any
 release: private names, and methods that are replaced during a fit. Each is in `REGISTER`.
@@ -26,13 +27,13 @@ from lightning_sdiloco.registration import variants
 _log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
-"""A function of Lightning's or of a user's, called with their arguments."""
+"""A function of Lightning or of a user, called with their arguments."""
 
 State = dict[str, Any]
-"""The saved state of an object, or what is returned for it."""
+"""The saved state of an object, or a value to save in its place."""
 
 Forwarded = Any
-"""An argument of Lightning's that is passed on unchanged."""
+"""An argument from Lightning that is passed on unchanged."""
 
 Batch = Any
 """The items that a user's data loader yields."""
@@ -41,7 +42,7 @@ Host = Any
 """One of our strategies, each of which has a Lightning base class."""
 
 Internal = Any
-"""An object of Lightning's whose class depends on its version or distribution."""
+"""A Lightning object whose class depends on the version or distribution."""
 
 Trainer = Any
 """A Trainer of either distribution. Lightning declares few of its attributes, such as callbacks."""
@@ -59,7 +60,7 @@ NEWEST = "2.6.6"
 """The oldest and newest versions of Lightning with which the tests have passed."""
 
 FABRIC = "Fabric's DDPStrategy"
-"""Represents the base class of Fabric's strategy, whose name another class also has."""
+"""Represents the base class of Fabric's strategy, whose name is shared by another class."""
 
 
 class HostName(NamedTuple):
@@ -87,7 +88,7 @@ _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
 # Names that are used, patched, overridden or set, by place, with the features that need them.
 _NEEDED = {
-    # How a fit starts and is saved, its loaders, and the hook that is running.
+    # The start and the saving of a fit, its loaders, and the running hook.
     "trainer": (
         "_signal_connector _logger_connector _data_connector save_checkpoint _default_root_dir"
     ),
@@ -141,8 +142,8 @@ _NEEDED = {
 }
 
 _SET = ("_launcher", "_device_mesh")
-"""Names that are set here, and so exist afterwards: public names must show that Lightning uses
-them.
+"""Names that are set here and therefore exist afterwards; public names must show that Lightning
+uses them.
 """
 
 _WEIGHT_AVERAGING = (
@@ -240,8 +241,7 @@ class _Replacement(partial[object]):
         return replacement
 
     def __reduce__(self) -> tuple[object, tuple[object, str]]:
-        # As for a bound method. The copy has no attributes yet when this is called for
-        # it.
+        # The same as for a bound method. The copy has no attributes yet when this is called for it.
         return getattr, self.replaced
 
 
@@ -249,7 +249,7 @@ class _Replacement(partial[object]):
 
 
 def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
-    """Yields the objects at a place; none if the trainer has nothing of the kind."""
+    """Yields the objects at a place, or none if the trainer does not have any."""
     top, *path = place.split(".")
     if top == "trainer":
         # The private names along the path are in the register themselves.
@@ -269,8 +269,8 @@ def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
 
 @cache
 def _imported(place: str) -> object:
-    """Returns a module, or an object of a class as ``__init__`` makes it; None without such a
-    class.
+    """Returns a module, or an object of a class made by ``__init__``; None if the class does not
+    exist.
     """
     module, _, name = place.rpartition(".")
     try:
@@ -321,7 +321,7 @@ def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     """Returns which of these hooks the user's module and callbacks define, as ``Class.hook``."""
     hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
-        # A LambdaCallback holds its hooks itself.
+        # A LambdaCallback stores its hooks itself.
         members = set(vars(owner))
         for kind in type(owner).__mro__:
             if not is_of_lightning(kind.__module__) and not kind.__module__.startswith(_OURS):
@@ -330,7 +330,7 @@ def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     return list(hooks)
 
 
-# Trainers are refused that would leave worker groups with different models, or waiting for each
+# Refused trainers: those that would leave worker groups with different models, or waiting for each
 # other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -338,7 +338,7 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-# Why a callback cannot work, by class.
+# The reasons why a callback cannot work, by class.
 _WITH_GROUPS = {
     "ModelPruning": (
         "prunes by each worker group's local weights, so every group would prune different ones."
@@ -428,8 +428,8 @@ def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
 
 
 def may_write_at_end(trainer: Trainer) -> bool:
-    """Returns whether a hook at the end of training may change the model: a user's, or an
-    average's.
+    """Returns whether a hook at the end of training, of a user or of an average, may change the
+    model.
     """
     return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
@@ -439,7 +439,7 @@ def refuse_in_notebook(host: Host) -> None:
 
     Lightning advises DDP there.
     """
-    # Lightning decides the same way.
+    # Lightning decides in the same way.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
     if not is_interactive or launcher is None or launcher.is_interactive_compatible:

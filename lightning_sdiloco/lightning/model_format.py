@@ -1,11 +1,11 @@
-"""How the ranks of a worker group hold the model: each rank all of it, or each rank a part.
+"""How the ranks of a worker group store the model: each rank has either all of it or a part.
 
 Everything that depends on this is here: the arguments of Lightning's strategy, the shape of a
 group, the wrapped model, and how the model and inner optimizers are saved and restored.
 
-[Note: sharded folders] Only the first worker group writes: all groups hold the same outer model,
-and its inner optimizers come from rank 0. The folder is written next to its final place, and moved
-there when it is complete.
+[Note: sharded folders] Only the first worker group writes, because all groups have the same outer
+model, and its inner optimizers come from rank 0. The folder is written next to its final place, and
+moved there when it is complete.
 """
 
 import inspect
@@ -79,7 +79,7 @@ _METADATA = "meta.pt"
 
 
 class WholeModel:
-    """Every rank of a group holds the whole model, and DistributedDataParallel averages the
+    """Every rank of a group has the whole model, and DistributedDataParallel averages the
     gradients.
 
     `ShardedModel` overrides the parts that differ when ranks share the model.
@@ -88,7 +88,7 @@ class WholeModel:
     summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is
-    cut into fragments, which the groups average one after the other, a few bits per value, while
+    divided into fragments, which the groups average one at a time, at a few bits per value, while
     training continues (arXiv 2501.18512).
 
     Examples:
@@ -107,7 +107,7 @@ class WholeModel:
     """
 
     def __init__(self, arguments: State) -> None:
-        """Takes what `base_arguments` returned."""
+        """Takes the result of `base_arguments`."""
         # These arguments must be the same on all ranks.
         self.described: dict[str, str] = {}
 
@@ -220,10 +220,10 @@ class WholeModel:
 
 
 def reader_of(load_file: Load, **how: Forwarded) -> Read:
-    """Returns a function that reads an object as a CheckpointIO reads a file, judged by its method
-    and arguments.
+    """Returns a function that reads an object in the way that a CheckpointIO reads a file, given
+    its method and arguments.
 
-    Torch reads plain objects. A project's CheckpointIO may know which other objects to trust.
+    Torch reads plain objects. A project's CheckpointIO may also trust other objects.
     """
     # Before 2.6, Lightning has no such argument and reads any object.
     weights_only = how.get("weights_only", False)
@@ -241,7 +241,9 @@ def reader_of(load_file: Load, **how: Forwarded) -> Read:
 
 
 def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
-    """Refuses arguments of neither DistributedDataParallel nor Lightning's strategy around it."""
+    """Refuses arguments that neither DistributedDataParallel nor Lightning's strategy around it
+    has.
+    """
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
             f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
@@ -270,13 +272,13 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 
 
 class ShardedModel(WholeModel):
-    """Every rank of a group holds part of the model, as ``configure_model`` says."""
+    """Every rank of a group has part of the model, as defined in ``configure_model``."""
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
     Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism, or both,
-    as ``configure_model`` says. As in `StreamingDiLoCoStrategy`, the groups average fragments one
-    after the other, a few bits per value, while training continues (arXiv 2501.18512). Each rank
+    as defined in ``configure_model``. As in `StreamingDiLoCoStrategy`, the groups average fragments
+    one at a time, at a few bits per value, while training continues (arXiv 2501.18512). Each rank
     exchanges its own part.
 
     Examples:
@@ -305,13 +307,13 @@ class ShardedModel(WholeModel):
         strategy.
 
         Args:
-            data_parallel_size: Size of the mesh's ``"data_parallel"`` dimension. ``"auto"``: the
-                number of nodes in a group, or the ranks that ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: Size of its ``"tensor_parallel"`` dimension. ``"auto"``: the
-                number of a group's devices on one node, or the ranks that ``data_parallel_size``
-                leaves.
+            data_parallel_size: The size of the mesh's ``"data_parallel"`` dimension. ``"auto"``:
+                the number of nodes in a group, or the ranks that ``tensor_parallel_size`` leaves.
+            tensor_parallel_size: The size of the mesh's ``"tensor_parallel"`` dimension.
+                ``"auto"``: the number of a group's devices on one node, or the ranks that
+                ``data_parallel_size`` leaves.
             save_distributed_checkpoint: Whether a checkpoint is a folder into which the ranks of a
-                group write their parts, or a single file.
+                group write their parts, rather than a single file.
             process_group_backend: Backend of the process groups that Lightning and a worker group
                 use, such as ``"gloo"``. None: the device's default.
         """
@@ -474,7 +476,7 @@ def write_folder(checkpoint: State, path: Path, group: Communicator) -> None:
         save_folder(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
             torch.save(metadata, part / _METADATA)
-            # The old folder stays next to it until the new one is in place.
+            # The old folder is kept next to it until the new one is in place.
             _remove(before)
             if path.exists():
                 os.replace(path, before)
@@ -497,8 +499,8 @@ def _remove(path: Path) -> None:
 
 # A single rank has no gradients to average and needs no buckets, which take 5 bytes per parameter.
 
-# With these, DistributedDataParallel does more than average gradients, which a single rank does not
-# need.
+# With these arguments, DistributedDataParallel does more than average gradients, which a single
+# rank does not need.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
@@ -515,7 +517,7 @@ class SingleRankDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **arguments: Forwarded) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
-        # It has everything that other code may use on a wrapper, with buckets for a single value.
+        # The wrapper has everything that other code may use, with buckets for a single value.
         stub = nn.Module()
         stub.value = nn.Parameter(trained.new_zeros(1))
         super().__init__(stub, **arguments)
@@ -541,7 +543,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Replaces the gradient averaging, for code that announces its own backward pass to it."""
+    """Replaces the reducer for code that announces its own backward pass to it."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -604,7 +606,7 @@ _LEAST_BYTES = 1 << 26
 def release_gradients(
     trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
 ) -> None:
-    """Frees the previous batch's gradients, if they are large and no user hook may look at them."""
+    """Frees the previous batch's gradients if they are large and no user hook may inspect them."""
     module = trainer.lightning_module
     begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
@@ -614,7 +616,7 @@ def release_gradients(
         for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
     ]
     hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
-    # Lightning's own hook, recognised by its module, in either distribution.
+    # Lightning's own hook is recognised by its module, in either distribution.
     if all(
         getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning."))
         for hook in hooks

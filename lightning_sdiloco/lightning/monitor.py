@@ -1,5 +1,5 @@
-"""Shows what a run does: logged scalars, the progress bar, a record for every rank, log lines at
-the start.
+"""Shows the activity of a run: logged scalars, the progress bar, a record for every rank, and log
+lines at the start.
 
 Nothing here changes training, waits for another rank, or sends anything between groups.
 ``tools/run_files.py`` reads the records.
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "sdiloco/"
 
-# TensorBoard's charts, each with the scalars that it shows.
+# TensorBoard charts and the scalars that each shows.
 _CHARTS = {
     "Utilisation": ("compute_utilisation",),
     "Waiting (ms)": ("exposed_wait_ms",),
@@ -128,15 +128,15 @@ def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to the loggers' next row: sums where values add up, and the last value of
-    everything else.
+    """Adds a landing to the loggers' next row, by summing values that add up and keeping the last
+    value of all others.
     """
     row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 
 
 class Interval:
-    """Sums up the values logged once per round, over ``sync_every`` inner steps or a few more,
-    until a landing ends the round.
+    """Sums up the values that are logged once per round, over ``sync_every`` inner steps or a few
+    more, until a landing ends the round.
     """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
@@ -147,7 +147,9 @@ class Interval:
         self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Counts a landing, and returns the round's scalars if the landing ends it; otherwise none."""
+        """Counts a landing, and returns the round's scalars if the landing ends the round;
+        otherwise, none.
+        """
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -196,12 +198,13 @@ def _width(entries: Mapping[str, str]) -> int:
 
 
 def lay_out(trainer: Trainer) -> None:
-    """Gives TensorBoard loggers a page of charts, each with related scalars."""
+    """Adds a page of charts to TensorBoard loggers, each with related scalars."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
     }
     for logger in trainer.loggers:
-        # By name, because each distribution has its own class, and neither need be installed.
+        # Loggers are recognised by name, because each distribution has its own class and neither
+        # needs to be installed.
         if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
             logger.experiment.add_custom_scalars({"Streaming DiLoCo": charts})
 
@@ -209,14 +212,14 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Moments of ``time.perf_counter()``, as stored in a field of the record."""
+"""Times of ``time.perf_counter()``, as stored in a field of the record."""
 
 
 class Deferred:
-    """Scalars in transit from the device to the host, in the order in which they were taken."""
+    """Scalars on their way from the device to the host, in the order in which they were taken."""
 
     def __init__(self) -> None:
-        # Each with its inner step, and the event that ends its copy.
+        # Each scalar with its inner step and the event that ends its copy.
         self._scalars: deque[tuple[int, Tensor, torch.Event | None]] = deque()
 
     def take(self, step: int, tensor: Tensor) -> None:
@@ -243,17 +246,17 @@ class Deferred:
 
 
 class StreamingDiLoCoMonitorMixin:
-    """Records what a run did, for `sdiloco report` and for a trace viewer.
+    """Records the activity of a run, for `sdiloco report` and for trace viewers.
 
     Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
-    landings, waits and losses. None of it is sent to other groups, and training never waits for it.
-    With a logger of MLflow or W&B the report becomes an artifact of the run when the fit ends.
+    landings, waits and losses. Nothing is sent to other groups, and training never waits for it.
+    With an MLflow or W&B logger, the report becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: The folder for the records. By default ``sdiloco`` in the run's folder of the
+        folder: The folder for the records. The default is ``sdiloco`` in the run's folder of the
             trainer's first logger, or in its ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format that Chrome
-            and Perfetto read. Rank 0 writes it at the end of the fit, from the records in the
+            and Perfetto read. Rank 0 writes it at the end of the fit from the records in the
             folder.
         diagnostics: Whether every landing measures how closely the groups agree. This costs a few
             passes over the fragment, in the background.
@@ -292,7 +295,7 @@ class StreamingDiLoCoMonitorMixin:
         self._folder = folder
         self._timeline = timeline
         self._file: TextIO | None = None
-        # Seconds that the clock is ahead of time.perf_counter(), which runs more steadily.
+        # Seconds by which the clock is ahead of time.perf_counter(), which runs more steadily.
         self._clock_offset = 0.0
         self._fragments: tuple[Fragment, ...] = ()
         self._step = 0
@@ -343,7 +346,7 @@ class StreamingDiLoCoMonitorMixin:
         step_began, self._done = engine.history.step_span
         self._write("step", step=self._step, span=(began, step_began), done=self._done)
         if engine.fragments is not self._fragments:
-            # The same holds after settings were chosen.
+            # The same applies after settings were chosen.
             self._write("settings", settings=_recorded(engine.rounds.settings))
             self._note_fragments(pl_module, engine)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -356,7 +359,8 @@ class StreamingDiLoCoMonitorMixin:
         self._names_before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The names that came with a validation, because the metrics also hold training's values.
+        # Only names that came with the validation, because the metrics also contain training
+        # values.
         self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
             return
@@ -377,7 +381,7 @@ class StreamingDiLoCoMonitorMixin:
         self._close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merges the records into the timeline, on rank 0: all ranks have now closed theirs."""
+        """Merges the records into the timeline on rank 0, now that all ranks have closed theirs."""
         if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
             ranks = self._tool("run_files").merge(self._folder, self._timeline)
             if ranks < trainer.world_size:
@@ -394,7 +398,7 @@ class StreamingDiLoCoMonitorMixin:
                 self._attach(logger)
 
     def _attach(self, logger: Internal) -> None:
-        """Makes the report an artifact of an MLflow or W&B run: training is over, and no failure
+        """Makes the report an artifact of an MLflow or W&B run. Training is over, so no failure
         here may end the fit.
         """
         kinds = {base.__name__ for base in type(logger).__mro__} & {"MLFlowLogger", "WandbLogger"}
@@ -428,7 +432,7 @@ class StreamingDiLoCoMonitorMixin:
         """Records landings.
 
         Args:
-            landings: Landings of this rank; a fit hands them over.
+            landings: The landings of this rank, passed by a fit.
             final: Whether they belong to the exchange at the end of the fit.
         """
         if self._file is None:
@@ -483,13 +487,13 @@ class StreamingDiLoCoMonitorMixin:
             self._write("loss", step=step, loss=loss)
 
     def _write(self, kind: str, **fields: Forwarded) -> None:
-        """Writes a line; a disk without room ends the record, and not the training."""
+        """Writes a line. A full disk ends the record, but not the training."""
         if self._file is None:
             return
         for name in ("time", "done", "span", "spans"):
             if name in fields:
                 fields[name] = self._on_clock(fields[name])
-        # An older file may end within a line.
+        # An older file may end in the middle of a line.
         begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
             self._file.write(f"{begins}{json.dumps({'kind': kind, **fields})}\n")
@@ -504,7 +508,7 @@ class StreamingDiLoCoMonitorMixin:
             )
 
     def _on_clock(self, moments: "Moments") -> object:
-        """Converts moments of ``time.perf_counter()`` to seconds since 1970 on this rank's clock,
+        """Converts times of ``time.perf_counter()`` to seconds since 1970 on this rank's clock,
         rounded to a microsecond.
         """
         if isinstance(moments, Mapping):
@@ -515,13 +519,13 @@ class StreamingDiLoCoMonitorMixin:
 
     def _close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of a line for which there is no room
+            with suppress(OSError):  # from a line that does not fit on the disk
                 self._file.close()
             self._file = None
 
 
 def _recorded(settings: Settings) -> dict[str, object]:
-    """Returns the settings that a record holds."""
+    """Returns the settings for a record."""
     compression = settings.compression
     return {
         "sync_every": settings.sync_every,
@@ -533,19 +537,19 @@ def _recorded(settings: Settings) -> dict[str, object]:
 
 
 def _known(number: float) -> float | None:
-    """Returns a number as JSON can hold it: None if it is not known."""
+    """Returns a number in a form that JSON supports: None if it is unknown."""
     return None if math.isnan(number) else number
 
 
 def _folder_of(trainer: Trainer) -> Path:
-    """Returns where a run keeps its files: beside checkpoints, where the first logger has no folder
-    for each run.
+    """Returns the folder for a run's files: the one of the first logger, or the one of the
+    checkpoints if the logger has no folder for each run.
     """
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     first = next(iter(trainer.loggers), None)
     if first is None or getattr(first, "log_dir", None) is not None:
         return folder
-    # Only rank 0 knows the name of a run that a server has given.
+    # Only rank 0 knows a run name that a server has assigned.
     run: tuple[object, object] = trainer.strategy.broadcast((first.name, first.version))
     return folder.joinpath(*(str(part) for part in run if part is not None))
 
@@ -565,13 +569,14 @@ def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
 _FIRST = 3
 _LAST = 10
 
-# A signal that waits longer gets a warning, which adds this many seconds for saving.
+# If a signal may wait longer than this, a warning is logged, which adds this many seconds for
+# saving.
 _LONG_SECONDS = 60.0
 _SAVING_SECONDS = 60
 
 
 class Announcement:
-    """Logs the settings at the start, and the speed after ten inner steps."""
+    """Logs the settings at the start and the speed after ten inner steps."""
 
     def __init__(
         self, engine: StreamingDiLoCo, environment: Internal = None, why_rounds: str = ""
@@ -594,7 +599,8 @@ class Announcement:
             self._advise_on_signals(seconds)
 
     def _link_needed(self, seconds: float) -> str:
-        """Returns the rate that the link must carry, as the end of a sentence; empty for one group.
+        """Returns the rate that the link must carry, as the end of a sentence, or nothing for one
+        group.
 
         Args:
             seconds: The duration of an inner step.
@@ -605,8 +611,7 @@ class Announcement:
             return ""
         if not window:
             return "; with overlap_steps=0 training waits for every fragment"
-        # If fragments follow each other faster than they land, the link must carry all of them in
-        # a round.
+        # If fragments launch faster than they land, the link must carry all fragments of a round.
         rate_in_round = sum(self._launch_bytes) / (settings.sync_every * seconds)
         rate = max(max(self._launch_bytes) / window, rate_in_round)
         return (
@@ -621,8 +626,8 @@ class Announcement:
             return
         early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
         advice = f"Allow {early} s from SIGTERM to SIGKILL"
-        # Only Lightning's SLURM environment has one. Without auto_requeue it does not listen
-        # for it.
+        # Only Lightning's SLURM environment has a requeue signal. Without auto_requeue, it does not
+        # listen for it.
         requeue = getattr(self._environment, "requeue_signal", None)
         if requeue:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
@@ -705,7 +710,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
         return
     advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
-        # A fragment that is in flight for much of a round lands too late to be useful.
+        # A fragment that is in flight for most of a round lands too late to be useful.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
         shorter = replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps)
         if shorter.rounds_in(steps) >= ENOUGH_ROUNDS:

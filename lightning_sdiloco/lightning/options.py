@@ -1,12 +1,12 @@
 """The user's choices for a strategy, and the planner's choices for ``"auto"`` settings.
 
-[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before
-`sync_every` of them are done. In the first few the engine runs with placeholders for the settings
-to be chosen. Then all ranks share how long a step took, measure the link together, and adopt rank
-0's choice. The engine continues as if the choice had been there from the start, so the run is
-bit-identical to one with these settings. Every later checkpoint holds them, and a resumed fit takes
+[Note: choice of settings] The first inner steps are ordinary ones: no launch is due before
+`sync_every` of them are done. In the first few steps, the engine runs with placeholders for the
+settings to be chosen. Then all ranks share how long a step took, measure the link together, and
+adopt rank 0's choice. The engine continues as if it had had these settings from the start, so the
+run is bit-identical to one that did. Every later checkpoint contains them, and a resumed fit takes
 them from there. A dense beginning is chosen in the same way, before its own first launch would be
-due: its rounds are as short as the link allows without making training wait. The same goes for a
+due: its rounds are as short as the link allows without making training wait. The same applies to a
 `sync_every` that was left out: it follows the length of the fit, and grows if the link cannot hide
 the transfers.
 """
@@ -67,7 +67,7 @@ _NEXT_TO_NOTHING = 0.002
 FIRST = 3
 STEPS = 8
 
-# Placeholders until the choice is made; no launch is due before that.
+# Placeholders until the choice is made, before which no launch is due.
 _PLACEHOLDERS: Mapping[str, object] = {
     "sync_every": 1_000_000,
     "overlap_steps": 0,
@@ -76,8 +76,8 @@ _PLACEHOLDERS: Mapping[str, object] = {
     "exchange": "two_shot",
 }
 
-# A message grows until its exchange takes this long or it is this large. The time is long enough to
-# measure any link, and the size large enough for most.
+# Messages grow until an exchange takes this long or they are this large. The time is long enough to
+# measure any link, and the size is large enough for most.
 _ENOUGH_SECONDS = 0.5
 _LEAST_BYTES = 2**16
 _MOST_BYTES = 2**24
@@ -87,7 +87,7 @@ _MOST_BYTES = 2**24
 _SHORT_ROUND = 10
 _SHORT_ROUND_OF_LARGE = 20
 
-# Bytes per second that a device reads and writes in its memory.
+# The memory bandwidth of a device, in bytes per second.
 _MEMORY_RATES = {"cpu": 1e10}
 _MEMORY_RATE = 1e12
 
@@ -111,7 +111,7 @@ def _is_auto(setting: object) -> bool:
 
 @dataclass
 class Options:
-    """The choices that all strategies have, with their current values: the planner or a checkpoint
+    """The choices that all strategies have, with their current values. The planner or a checkpoint
     may replace ``"auto"`` settings.
     """
 
@@ -125,15 +125,15 @@ class Options:
     chooses_dense: bool = False
     """Whether ``dense_beginning`` is left open until the link is measured."""
     follows_length: bool = False
-    """Whether ``sync_every`` was left out, and so follows the length of the fit; false if a
+    """Whether ``sync_every`` was left out, so that it follows the length of the fit; false if a
     checkpoint sets it.
     """
     chooses_rounds: bool = False
     """Whether that ``sync_every`` is left open until the link is measured."""
     why_rounds: str = ""
-    """Why ``sync_every`` is what it is, if it was left out."""
+    """The reason for the value of ``sync_every``, if it was left out."""
     overlap_gives_way: bool = False
-    """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
+    """Whether ``overlap_steps`` was left out, so that it follows ``sync_every``."""
     steps: float = math.inf
     """The number of inner steps in a fit; infinite if unknown."""
     measured: Measured | None = None
@@ -184,8 +184,8 @@ class Options:
             self.worker_groups = 1
 
     def _check_auto(self, first: str) -> None:
-        """Refuses settings that keep the planner from choosing the others, the first of which is
-        this one.
+        """Refuses settings that keep the planner from choosing the open ones, the first of which is
+        given.
         """
         settings = self.settings
         auto_text = f"{first}='auto'"
@@ -281,7 +281,7 @@ class Options:
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
-        """Returns every choice as text; the texts are the same on all ranks if and only if the
+        """Returns every choice as text. The texts are the same on all ranks if and only if the
         choices are.
         """
         return {
@@ -294,7 +294,7 @@ class Options:
 
     @property
     def is_planned(self) -> bool:
-        """Returns whether the planner must still choose by the duration of inner steps."""
+        """Returns whether the planner must still choose based on the duration of inner steps."""
         return any(name != "exchange" for name in self.auto)
 
     @property
@@ -311,9 +311,9 @@ class Options:
         """Chooses ``sync_every``, the dense beginning, and the outer step for a fit of ``steps``
         inner steps, unless a checkpoint sets them.
 
-        All ranks must call it. In a federation, none of the three depends on the length of a fit,
-        and sites are not asked. Rounds of four inner steps stand in for the dense beginning until
-        the link is measured, unless the planner needs more inner steps for its own choice.
+        All ranks must call it. In a federation, none of the three depends on the length of a fit.
+        Rounds of four inner steps are used as a placeholder for the dense beginning until the link
+        is measured, unless the planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
@@ -364,8 +364,8 @@ class Options:
         return replace(self.settings, sync_every=sync_every, overlap_steps=overlap_steps)
 
     def _choose_rounds(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest rounds that suit the fit and that the link hides; the longest if it
-        hides none of them.
+        """Chooses the shortest rounds that suit the fit and that the link hides, or the longest if
+        it hides none of them.
 
         All ranks must call it.
         """
@@ -416,7 +416,7 @@ class Options:
         return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest dense rounds that the link hides; none if it hides none.
+        """Chooses the shortest dense rounds that the link hides, or none if it hides none.
 
         All ranks must call it.
         """
@@ -444,13 +444,13 @@ class Options:
         topology: Topology,
         step_time: float,
     ) -> int | None:
-        """Returns the index of the first settings whose flights the link hides, the same on all
-        ranks; None if there are none.
+        """Returns the index of the first settings whose flights the link hides, which is the same
+        on all ranks; None if there are none.
 
-        All ranks must call it. It measures the link unless that has already been done.
+        All ranks must call it. It measures the link if that has not yet been done.
         """
-        # If flights do not run in the background, as in a simulation, the clock says nothing of a
-        # link.
+        # If flights do not run in the background, as in a simulation, the clock says nothing about
+        # a link.
         if topology.background is None and self.measured is None:
             timeout = self.settings.timeout.total_seconds()
             self.measured = Measured(step_time, measure_link(topology, timeout))
@@ -519,8 +519,8 @@ class Options:
             self.why_rounds = "from the checkpoint"
 
     def restore(self, saved: Fields) -> None:
-        """Takes the settings from a checkpoint that apply, and the planner's choice
-        if it has one.
+        """Takes the settings that apply from a checkpoint, and the planner's choice if it contains
+        one.
         """
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
@@ -626,7 +626,7 @@ def dense_rounds_alone(settings: Settings, dense: DenseBeginning) -> Settings:
 
 
 def is_hidden(method: Streaming, link: Link) -> bool:
-    """Returns whether training almost never waits for what it sends over a link."""
+    """Returns whether training almost never waits for transfers over a link."""
     utilisation = method.utilisation(with_margin(link))
     waits = method.groups.step_time * (1 / utilisation - 1)
     return utilisation >= TARGET or waits <= _NEXT_TO_NOTHING
@@ -683,15 +683,15 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
 
     Args:
         topology: The worker groups.
-        timeout: How long an exchange may take, in seconds.
-        to: The group whose own link is measured: all other groups send to it at once. None: all
-            send to all.
+        timeout: The time limit of an exchange, in seconds.
+        to: The group whose own link is measured, while all other groups send to it at once. None:
+            all groups send to all others.
     """
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """Returns how long messages of that size take to all groups, or to one group with a byte to
-        the others.
+        """Returns how long messages of that size take to all groups, or to one group while the
+        others get one byte.
         """
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {

@@ -1,4 +1,4 @@
-"""A Trainer whose hosts are sites: each is a separate world of processes with its own folders.
+"""Trainers whose hosts are sites: each host is a separate world of processes with its own folders.
 
 Lightning connects the processes of all hosts, and lets the first of them save and log. Hosts of a
 federation with a self-started hub share neither, although each runs the same script with the same
@@ -18,8 +18,8 @@ _FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
 
 
 def make_site_of_host(host: Host, federation: Federation) -> Federation:
-    """Makes this host's processes a site, before any process group exists; returns the federation
-    as that site sees it.
+    """Makes this host's processes a site before any process group exists; returns the federation
+    from that site's perspective.
     """
     environment = host.cluster_environment
     if not class_names(type(environment)) & _KNOWN:
@@ -44,7 +44,7 @@ def make_site_of_host(host: Host, federation: Federation) -> Federation:
 
 def _environment_by_variables(environment: Internal) -> Internal:
     """Returns an environment that reads the variables of the host's world, from the same
-    distribution as another environment.
+    distribution as the given one.
     """
     kinds = type(environment).__mro__
     base = next(kind for kind in kinds if kind.__name__ == "ClusterEnvironment")
@@ -54,7 +54,7 @@ def _environment_by_variables(environment: Internal) -> Internal:
 
 def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
     """Gives this host's checkpoints and logs their own folder below the trainer's folders, which
-    other hosts may see; returns the federation with its hub's folder next to them.
+    hosts may share; returns the federation with its hub's folder next to them.
     """
     site = federation.site
     root = str(trainer.default_root_dir)
@@ -68,7 +68,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
         callback.dirpath = _below(dirpath or f"{root}/checkpoints", site)
     for logger in trainer.loggers:
         _move_logger(logger, site)
-    # Checkpoints saved on SLURM's signal go there.
+    # Checkpoints saved after SLURM's signal go there.
     trainer._default_root_dir = _below(root, site)
     if federation.folder is not None or "://" in beside:
         return federation
@@ -76,7 +76,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
 
 
 def _move_logger(logger: Internal, site: str | None) -> None:
-    """Makes a logger that has a folder write below it."""
+    """Makes a logger that has a folder write into the site's folder below it."""
     for name in _FOLDERS_OF_LOGGERS:
         folder = getattr(logger, name, None)
         if folder is not None:
@@ -84,7 +84,9 @@ def _move_logger(logger: Internal, site: str | None) -> None:
 
 
 def _below(folder: object, site: str | None) -> str:
-    """Returns a site's folder below a shared one, or that folder if it already is the site's."""
+    """Returns a site's folder below a shared one, or the same folder if it is already the
+    site's.
+    """
     text = str(folder).rstrip("/")
     if text.rpartition("/")[2] == site:
         return text

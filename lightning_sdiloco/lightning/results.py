@@ -46,7 +46,7 @@ class Results:
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
     summary: Summary | None = None
-    """That of a fit that ran in other processes."""
+    """The summary of a fit that ran in other processes."""
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
@@ -67,7 +67,7 @@ _BYTES = ".bytes"
 # The exit code with which a shell reports that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
-# How long processes may take to exit by themselves after Ctrl-C.
+# How long processes may take to exit on their own after Ctrl-C.
 _SECONDS_TO_END = 3.0
 
 
@@ -76,17 +76,17 @@ class LauncherMixin(_Base):
     process.
 
     It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
-    Lightning itself would leave them running, or wait for a result that never arrives.
+    Lightning itself would leave them running or wait for a result that never arrives.
 
-    Large values travel through files in a folder that lasts as long as the launch. Lightning's
-    queue is a pipe of about 64 kB that the main process reads only after the processes have ended:
-    with more data than that, each side would wait for the other forever.
+    Large values are passed through files in a folder that exists as long as the launch. Lightning's
+    queue is a pipe of about 64 kB that the main process reads only after the processes have ended.
+    With more data than that, each side would wait for the other forever.
     """
 
     _strategy: Host
-    # A string, because it is pickled with the launcher where processes do not inherit it.
+    # This is a string, because it is pickled with the launcher if processes do not inherit it.
     _folder: str
-    # The signal handler of a forked process, instead of the inherited one.
+    # The signal handler of a forked process, which replaces the inherited one.
     _inherited: _Handler = None
 
     @override
@@ -106,8 +106,8 @@ class LauncherMixin(_Base):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
-                # End the processes even if the signal did not reach them: the interpreter would
-                # wait for them.
+                # The processes are ended even if the signal did not reach them, because the
+                # interpreter would wait for them.
                 self.kill(signal.SIGINT)
                 deadline = time.monotonic() + _SECONDS_TO_END
                 try:
@@ -137,7 +137,7 @@ class LauncherMixin(_Base):
         if self._inherited is not None:
             signal.signal(signal.SIGTERM, self._inherited)
         if self._start_method == "forkserver":
-            # In shared memory all ranks would train the same parameters.
+            # In shared memory, all ranks would train the same parameters.
             for argument in (*args, *kwargs.values()):
                 if isinstance(argument, nn.Module):
                     for tensor in (*argument.parameters(), *argument.buffers()):
@@ -145,8 +145,8 @@ class LauncherMixin(_Base):
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *more)
         except self._strategy.distribution.termination:
-            # Without this exit code the main process would take this for success, and wait for the
-            # result.
+            # Without this exit code, the main process would mistake this for success and wait for
+            # the result.
             sys.exit(_TERMINATED)
 
     @override
@@ -170,7 +170,9 @@ class LauncherMixin(_Base):
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: State) -> None:
-        """Reads, in the main process, what `get_extra_results` wrote in rank 0's process."""
+        """Reads, in the main process, the files that `get_extra_results` wrote in rank 0's
+        process.
+        """
         folder = Path(self._folder)
         written = {
             path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")

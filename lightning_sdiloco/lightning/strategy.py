@@ -1,13 +1,13 @@
-"""The strategy without its base class: the only place that overrides methods of Lightning's
-strategies.
+"""The strategy without its base class, which is the only place that overrides methods of
+Lightning's strategies.
 
 Every distribution of Lightning has its own base classes. A subclass of this class and one of them
 adds only its name; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state besides its parts. `Options` holds the user's
 choices. `ConnectedGroups` holds the ranks, across several fits. A `Fit` begins and ends with each
-fit. A format, `WholeModel` or `ShardedModel`, knows how ranks hold the model. `Results` holds what
-users read, including after a fit.
+fit. A format, `WholeModel` or `ShardedModel`, handles how ranks store the model. `Results` holds
+the values that users read, including after a fit.
 """
 
 import gc
@@ -83,36 +83,36 @@ class GroupStrategy:
     """Trains one model on several worker groups.
 
     Args:
-        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
+        worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
             ``"auto"``: one per node if there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). None: 10
-            to 100, depending on the length of the fit, and 100 if that is unknown; see
-            docs/choosing.md. Here and for ``overlap_steps``, ``"auto"`` lets the planner choose: it
-            measures the first inner steps and the link between groups.
-        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper),
-            below ``sync_every``. None: five, or as many as fit into shorter rounds. ``"auto"`` is
-            also accepted.
-        mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or
-            a ``LandingRule`` such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``,
-            ``"auto"`` chooses based on the number of groups, ``sync_every`` and the compression; a
-            resumed fit takes the numbers from its checkpoint.
-        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of
-            repeated blocks per fragment (by default an eighth of the blocks, one to three, or more
-            to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size as
-            ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
-            patterns for parameter names, one list per fragment; or ``"auto"``, strided with the
-            number of blocks that suits the link.
+        sync_every: The inner steps between two launches of the same fragment (H in the paper).
+            None: 10 to 100, depending on the length of the fit, and 100 if that is unknown; see
+            docs/choosing.md. Here and for ``overlap_steps``, ``"auto"`` lets the planner choose
+            after it has measured the first inner steps and the link between groups.
+        overlap_steps: The inner steps from the launch of a fragment to its landing (tau in the
+            paper), below ``sync_every``. None: five, or as many as fit into shorter rounds.
+            ``"auto"`` is also accepted.
+        mixing: The share of the local parameters that is kept on landing (alpha in the paper), from
+            0 to 1, or a ``LandingRule`` such as ``Carry()``. Here and for ``outer_lr`` and
+            ``outer_momentum``, ``"auto"`` chooses based on the number of groups, ``sync_every`` and
+            the compression; a resumed fit takes the numbers from its checkpoint.
+        fragments: How the model is divided: ``"strided:3"`` or ``"sequential:3"``, with the number
+            of repeated blocks per fragment (by default an eighth of the blocks, one to three, or
+            more to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size
+            as ``"strided"`` makes; a number of fragments of equal size; a list of lists of
+            shell-style patterns for parameter names, one list per fragment; or ``"auto"``, strided
+            with the number of blocks that suits the link.
         compression: How outer gradients are encoded: a name from
             ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``; a
             ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most precise of
             ``"fp32"``, ``"bf16"`` and ``"fp4"`` that the link can carry.
-        outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
-        outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the
+        outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
+        outer_momentum: The momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
+        evaluate: The model that validation inside a fit sees. ``"outer"``: the outer model, or the
             mean of the groups until every fragment has landed once. ``"mean"``: the mean of the
             groups, exchanged for every validation. ``"local"``: each group's own model. Checkpoints
-            hold the outer model; until every fragment has landed once, and right after a validation
-            of the mean, they hold the mean.
+            contain the outer model, or the mean until every fragment has landed once and right
+            after a validation of the mean.
         federation: The `Federation` that these separately launched ranks join as a site. None:
             all worker groups are launched together.
         outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
@@ -135,20 +135,20 @@ class GroupStrategy:
             launches less often while outer gradients hardly change. None: every ``sync_every``
             inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: in proportion to the
-            inner steps it trained.
+            inner steps that it trained.
         route: The groups with which each group exchanges in a round: a ``Route`` such as
-            ``RandomPairs()`` or ``Ring()``. With these, groups hold their own outer parameters;
+            ``RandomPairs()`` or ``Ring()``. With these, groups have different outer parameters;
             validation and checkpoints use their mean. None: all groups.
         untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
             ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
             each group's ``"own"``. None: statistics of normalization layers are averaged, other
-            buffers are those of the first group, and large buffers and frozen parameters are each
+            buffers are taken from the first group, and large buffers and frozen parameters are each
             group's own; see docs/untrained-state.md.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process
             groups.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of range. The message names the argument.
         TypeError: If there is no such argument.
     """
 
@@ -210,7 +210,7 @@ class GroupStrategy:
         return self.model_format.base_arguments(**of_format)
 
     def _configure_launcher(self) -> None:
-        # Inside Trainer() or Fabric(), before any process starts.
+        # This runs inside Trainer() or Fabric(), before any process starts.
         federation = self._options.federation
         if federation is not None and federation.starts_hub:
             located = make_site_of_host(self, federation)
@@ -231,11 +231,11 @@ class GroupStrategy:
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table.
+        """The launches and landings of fragments; prints as a table.
 
-        Known from ``on_fit_start`` on; in Fabric, from the first optimizer step on. If
+        Available from ``on_fit_start`` on; in Fabric, from the first optimizer step on. If
         ``sync_every`` was left out, it is chosen when training starts, or after the first inner
-        steps along with ``"auto"`` settings, and the schedule is known from then on.
+        steps along with ``"auto"`` settings, and the schedule is available from then on.
         """
         if self.results.summary is not None:
             return self.results.summary.schedule
@@ -244,9 +244,9 @@ class GroupStrategy:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters.
+        """The fragments, with the names of their parameters and their sizes in bytes.
 
-        Known as early as `schedule`.
+        Available as early as `schedule`.
         """
         results = self.results
         has_trained = results.engine is not None or results.summary is not None
@@ -255,8 +255,8 @@ class GroupStrategy:
         return results.source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every
-        rank.
+        """Returns the outer parameters, which are the same on every rank: name -> whole float32
+        tensor on the host.
 
         The names come from the model's ``named_parameters()``. During training, all ranks of a
         worker group must call it together.
@@ -285,12 +285,14 @@ class GroupStrategy:
 
     @property
     def topology(self) -> Topology:
-        """Worker groups and the connections between them; known once processes are connected."""
+        """The worker groups and the connections between them; available once processes are
+        connected.
+        """
         return self._groups.topology
 
 
 class WorkerGroupStrategy(GroupStrategy, _Base):
-    """Overrides what Lightning's Trainer strategies do over all ranks."""
+    """Overrides the methods of Lightning's Trainer strategies that span all ranks."""
 
     distribution: ClassVar[Distribution]
     _options: Options
@@ -298,7 +300,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
-        # It is not stored where Lightning keeps it, because Lightning would mistake it for the
+        # It is not stored in Lightning's attribute, because Lightning would mistake it for the
         # user's.
         self._accelerator_of_trainer: Accelerator | None = None
         # Replacements in Lightning outside a fit.
@@ -308,7 +310,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """The measurements by which the planner chose ``"auto"`` settings; None if it chose none."""
+        """The measurements on which the planner based its choice of ``"auto"`` settings; None if it
+        chose none.
+        """
         return self.results.options.measured
 
     # For launcher, checkpoints and loops
@@ -320,14 +324,14 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank ends with an exception and must not wait for others."""
+        """Returns whether this rank is ending with an exception and must not wait for others."""
         return self._groups.is_alone
 
     @property
     @override
     def world_size(self) -> int:
-        """The ranks of all worker groups; gradients are averaged over ``topology.group_size``
-        ranks.
+        """The number of ranks in all worker groups. Gradients are averaged over
+        ``topology.group_size`` ranks.
         """
         if self._fit is not None and self._groups.is_connected:
             self._fit.scale_watch.read(self.lightning_module, self.topology)
@@ -356,8 +360,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # The planner's choice stays; rounds that follow the fit's length, the rate, the
-            # momentum and the mixing are chosen as for the first fit.
+            # The planner's choice is kept. Rounds that follow the fit's length, and the outer
+            # learning rate, momentum and mixing are chosen again, as for the first fit.
             last_options = self._fit.options
             first_settings = self._options.settings
             settings = replace(
@@ -375,7 +379,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 chooses_dense=self._options.chooses_dense,
             )
             self._fit.checkpointer.forget()
-        # Some code connects a model that has no trainer yet, or never gets one.
+        # Some code connects a model that does not have a trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
             self._begin(model._trainer)
 
@@ -450,7 +454,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def _setup_without_fit(self, trainer: Trainer) -> None:
         """Sets up a validation, a test or a prediction."""
         listen_without_fit(trainer, self._patches)
-        # After an interrupted fit, groups hold their own models.
+        # After an interrupted fit, groups have different models.
         is_in_training = (
             self.engine is not None
             and self.model is not None
@@ -460,7 +464,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self._format.is_sharded:
             super().setup(trainer)
         else:
-            # As DDPStrategy does, which would overwrite all weights with rank 0's.
+            # The same as in DDPStrategy, which would overwrite all weights with rank 0's.
             assert self.accelerator is not None
             assert self.model is not None
             self.accelerator.setup(trainer)
@@ -520,15 +524,15 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     ) -> object:
         if batch is None:
             # Lightning does not call on_train_batch_start for an idle batch, but the other groups
-            # may be in it. The user's hooks that move a batch need not know of idle ones.
+            # may be in it. User hooks that move batches do not have to handle idle ones.
             self._follow_trainable_parameters()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_trainable_parameters(self) -> None:
         if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
-            # The old wrapper only knows the parameters that were trainable when it was created. Its
-            # parameter hooks last as long as the wrapper, which is part of a reference cycle, so
+            # The old wrapper only has the parameters that were trainable when it was created. Its
+            # parameter hooks exist as long as the wrapper, which is part of a reference cycle, so
             # the garbage collector must run.
             assert self.lightning_module is not None
             self.model = None
@@ -611,8 +615,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.is_alone:
             return own_state(optimizer)
-        # torch steps an optimizer without state to create one, which is not an inner step and must
-        # not be kept.
+        # torch steps an optimizer without state to create one. This is not an inner step, and its
+        # effect must not be kept.
         stepped_before = self.fit.counts.stepped
         had_state = bool(optimizer.state)
         try:
@@ -675,7 +679,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         self, tensor: Tensor, group: Forwarded = None, sync_grads: bool = False
     ) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
-        # LightningModule.all_gather passes the world if the user gave no group.
+        # LightningModule.all_gather passes the world if the user specified no group.
         if group in (None, self.topology.world.process_group) and stays_in_group(
             self.lightning_module, self._groups
         ):
@@ -709,7 +713,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def broadcast(self, obj: Forwarded, src: int = 0) -> Forwarded:
         if self.is_alone:
             return obj
-        # At every batch, ModelCheckpoint asks whether to skip a save by time interval.
+        # In every batch, ModelCheckpoint asks whether to skip a save by time interval.
         vote = None if self._fit is None else self._fit.requests.vote(obj)
         if vote is not None:
             return vote
@@ -718,7 +722,5 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides over all ranks, whichever hook asks, because all ranks must stop or save
-        together.
-        """
+        """Decides over all ranks in any hook, because all ranks must stop or save together."""
         return self._groups.decide(decision, all, self.root_device)

@@ -1,33 +1,33 @@
-"""Computes how long bytes travel between worker groups, from bandwidth, round trip and loss."""
+"""Computes transfer times between worker groups from bandwidth, round trip and loss."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# TCP: bytes in a segment, and those that a connection sends before it has heard of the other side
-# (RFC 6928).
+# TCP: bytes in a segment, and bytes that a connection sends before the first acknowledgment (RFC
+# 6928).
 _SEGMENT = 1448
 _FIRST_WINDOW = 10 * _SEGMENT
 # A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux,
-# starts over.
+# starts slowly again.
 _LEAST_TIMEOUT = 0.2
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way from a worker group to the others, the same in both directions.
+    """The link from a worker group to the others, the same in both directions.
 
-    Loss slows TCP down by more than the share that is lost. A connection carries at most
-    ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default
-    of Linux, reaches (RFC 9438), whichever is more.
+    Packet loss slows TCP down by more than the share that is lost. A connection carries at most
+    ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997), or the rate of CUBIC, the
+    default of Linux (RFC 9438), whichever is higher.
 
     Args:
-        gbit_s: Bandwidth in Gbit/s that all transfers of a group share, in each direction.
-        round_trip: Seconds to another group and back.
-        loss: Share of the packets that get lost, from 0 to below 1.
+        gbit_s: The bandwidth in Gbit/s that all transfers of a group share, in each direction.
+        round_trip: The round trip time to another group, in seconds.
+        loss: The share of packets that are lost, from 0 to below 1.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> Link(gbit_s=0.1, round_trip=0.05).seconds(12_500_000, connections=1)
@@ -56,9 +56,7 @@ class Link:
         )
 
     def gbit_s_of(self, connections: int) -> float:
-        """Returns the combined rate of several connections, in Gbit/s, once they are at
-        speed.
-        """
+        """Returns the combined rate of several connections at full speed, in Gbit/s."""
         if self.loss == 0 or self.round_trip == 0:
             return self.gbit_s * (1 - self.loss)
         reno = 1.22 / math.sqrt(self.loss)
@@ -78,7 +76,9 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Returns whether connections are still at speed after some seconds without traffic."""
+        """Returns whether connections are still at full speed after some seconds without
+        traffic.
+        """
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 
@@ -103,7 +103,7 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Raises a ValueError that names a value out of its range, and the rule."""
+    """Raises a ValueError that names the value and the rule if a value is out of range."""
     if not holds:
         raise ValueError(
             f"{name}={value!r} is out of range: it must be {rule}. Choose a different {name}."

@@ -1,9 +1,10 @@
 """Predicts the bytes that a method sends between groups, the time that training waits for them, and
-the memory; plays a run.
+the memory that it needs. `play` simulates a run.
 
-Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows
-the engine: a fragment is read after an inner step, flights pass through the stages of the
-background and over the link in the order of their launch, and a landing waits for its flight.
+Wire bytes, messages, fragments and schedule come from the code that the engine uses; only time is
+modelled. The model follows the engine: a fragment is read after an inner step, flights pass through
+the stages of the background and over the link in the order of their launches, and a landing waits
+for its flight.
 """
 
 import math
@@ -20,9 +21,9 @@ from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
-# Bytes of memory that are read and written for each value: reading a fragment, compressing it,
-# decoding the message of one group and adding it, the outer step, mixing a fragment into the model.
-# The mean that goes out on the second hop is compressed like an outer gradient.
+# Bytes of memory traffic for each value: reading a fragment, compressing it, decoding the message
+# of one group and adding it, the outer step, and mixing a fragment into the model. The mean sent on
+# the second hop is compressed like an outer gradient.
 _LAUNCH = 12
 _ENCODE = 32
 _DECODE = 20
@@ -31,13 +32,14 @@ _LAND = 12
 
 _DDP_BUCKET = 25 * 2**20
 
-# Rounds to run, of which the last half is measured; by then every round takes as long as the one
-# before.
+# The number of rounds to run. The second half is measured; by then, all rounds take equally long.
 _ROUNDS = 8
 
 
 class Memory(NamedTuple):
-    """Bytes that Streaming DiLoCo takes on each rank, on top of ordinary training."""
+    """The memory that Streaming DiLoCo needs on each rank in addition to ordinary training, in
+    bytes.
+    """
 
     device_bytes: int
     host_bytes: int
@@ -45,8 +47,8 @@ class Memory(NamedTuple):
 
 
 class DataParallel:
-    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring
-    of the groups.
+    """`DistributedDataParallel` over all groups: gradients are reduced in buckets, during backward,
+    in a ring of the groups.
     """
 
     def __init__(self, model: Model, groups: Groups) -> None:
@@ -68,8 +70,9 @@ class DataParallel:
 
 
 class _Fragment(NamedTuple):
-    """The sizes of a fragment: values in all, on each rank, and in the part of a shard that a rank
-    averages; bytes of a message to another group, first and in a second hop.
+    """The sizes of a fragment: the number of values in total, on each rank, and in the part of a
+    shard that a rank averages, and the bytes of a message to another group in the first and second
+    hop.
     """
 
     numel: int
@@ -80,14 +83,14 @@ class _Fragment(NamedTuple):
 
     @property
     def error(self) -> int:
-        """The bytes that keep the second rounding error of two-shot."""
+        """The bytes that store the second rounding error of two-shot."""
         return FLOAT32 * self.part if self.second_hop else 0
 
     @property
     def working(self) -> int:
         """The bytes that the background needs: a payload before it becomes a message, two vectors
-        in which others are decoded and added up, and with two shots the mean of the whole shard
-        and what the second rounding has lost now.
+        in which the other payloads are decoded and summed, and, with two shots, the mean of the
+        whole shard and the current error of the second rounding.
         """
         nbytes = self.message + 2 * FLOAT32 * self.part
         if self.error:
@@ -99,7 +102,8 @@ class Streaming:
     """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap
     with training.
 
-    ``bytes_per_step`` is what a group sends to other groups per inner step, in the long run.
+    ``bytes_per_step`` is the long-run average of the bytes that a group sends to other groups per
+    inner step.
     """
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
@@ -110,14 +114,13 @@ class Streaming:
         self.schedule = settings.schedule_of(len(self.numels))
         self._partners = _partners(settings, groups)
         self._connections = self._partners * groups.group_size
-        # Parts that suit the links change what each group sends, and not what all of them send
-        # together.
+        # Parts by bandwidth change how much each group sends, but not the total of all groups.
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
         mixing = settings.chosen_for(groups.groups).landing.kept
         in_rounds = exchange if settings.shares else "gather"
         all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
-        # The final exchange is in float32: it replaces parameters, and no later round could make up
-        # for a loss.
+        # The final exchange is in float32: it replaces parameters, and no later round could correct
+        # a rounding error.
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
         self._fragments: list[_Fragment] = []
         exact_bytes = 0
@@ -134,7 +137,7 @@ class Streaming:
             exact_bytes += CONTROL_BYTES + exact.payload_bytes(shard)
             exact_bytes += exact.second_hop_bytes(shard)
         self._exact = groups.connections * exact_bytes
-        # On a route that does not share, the control vector goes to all groups.
+        # On a route without sharing, the control vector is sent to all groups.
         words = CONTROL_BYTES * (groups.others - self._partners) * groups.group_size
         self._sent = [
             self._connections * (fragment.message + fragment.second_hop) + words
@@ -143,8 +146,8 @@ class Streaming:
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends in a run, the final exchange included; exact except
-        for buffers.
+        """Returns the bytes that a group sends in a run, including the final exchange. The result
+        is exact except for buffers.
         """
         in_rounds = sum(
             sum(self.schedule.launches_in(fragment, steps)) * sent
@@ -159,8 +162,8 @@ class Streaming:
 
     @property
     def _phases(self) -> list[tuple[int, int]]:
-        """Inner steps between two launches of a fragment, and from a launch to its landing: after
-        and in the start.
+        """The inner steps between two launches of a fragment, and from a launch to its landing:
+        first after, then during the dense beginning.
         """
         phases = [(self.settings.sync_every, self.settings.overlap_steps)]
         if self.schedule.dense is not None:
@@ -169,8 +172,8 @@ class Streaming:
 
     @property
     def peak_gbit_s(self) -> float:
-        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that
-        it may take.
+        """Returns the peak rate in Gbit/s if each transfer is spread evenly over the time that it
+        may take.
         """
         rates = list[float]()
         for sync_every, overlap_steps in self._phases:
@@ -180,7 +183,7 @@ class Streaming:
         return max(rates) * 8 / self.groups.step_time / 1e9
 
     def utilisation(self, link: Link) -> float:
-        """Returns the share of the wall time in which training does not wait, in the long run."""
+        """Returns the share of wall time in which training does not wait, in the long run."""
         played = _Play(self, [Line.of(link)], [1.0], idle=[()])
         schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
@@ -207,7 +210,7 @@ class Streaming:
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
-        """Returns the bytes of a message to another group; the compression may choose by its
+        """Returns the bytes of a message to another group; the compression may depend on the
         sender's link.
         """
         codec = self.settings.codec
@@ -226,7 +229,8 @@ class Streaming:
         shard = self._fragments[fragment].shard
         exchange = self.settings.exchange
         all_reduce = all_reduce_for(exchange, groups.groups, self.settings.codec, 0.0).at(0)
-        # Bytes of a message to each group, in both hops, and by how many one from it is shorter.
+        # The bytes of a message to each group, in both hops, and how much shorter a message from
+        # that group is.
         to = []
         again = []
         spared = []
@@ -247,7 +251,7 @@ class Streaming:
         ]
 
     def _spared_bytes(self, fragment: int, link: Link | None) -> int:
-        """Returns by how much a message over a link is shorter than the longest one."""
+        """Returns how many bytes shorter a message over a link is than the longest one."""
         rate = 0.0
         if link is not None:
             connections = self.groups.connections
@@ -256,12 +260,12 @@ class Streaming:
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
+        """The memory that the method needs; ``offload="auto"`` has the same meaning as on CUDA."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         outer_vectors = self._outer_vectors
         outer = sum(f.shard * FLOAT32 * outer_vectors + f.error for f in self._fragments)
-        # The outer gradient and both after the outer step; with several ranks also the fragment
-        # that they gathered.
+        # The outer gradient, and the outer parameters and momentum after the outer step; with
+        # several ranks, also the gathered fragment.
         flying = [3 * FLOAT32 * f.shard + gathered * f.numel for f in self._fragments]
         messages = [self.groups.groups * (f.message + f.second_hop) for f in self._fragments]
         shards = [FLOAT32 * f.shard for f in self._fragments]
@@ -273,8 +277,8 @@ class Streaming:
         if self.settings.outer.offload is False:
             on_device += outer
         else:
-            # Outer parameters come to the device at the launch and one step before, and the
-            # momentum for the outer step; both leave it again before the landing.
+            # Outer parameters are moved to the device at the launch and one step before, and the
+            # momentum for the outer step; both are moved back before the landing.
             on_device += 2 * max(shards)
             host += outer + 2 * self._most_in_flight(shards)
         evaluation = self.model.nbytes + gathered * max(self.numels)
@@ -282,18 +286,20 @@ class Streaming:
 
     @property
     def _outer_vectors(self) -> int:
-        """Outer parameters and momentum; on a route that does not share also the anchor, and the
-        second vector of its momentum.
+        """Outer parameters and momentum; on a route without sharing, also the anchor and the second
+        vector of its momentum.
         """
         if self.settings.shares:
             return 2
         return 3 + bool(self.settings.routing.momentum(self.groups.groups))
 
     def _most_in_flight(self, nbytes: Sequence[int]) -> int:
-        """Returns the most bytes that are in flight together, given those of each fragment."""
+        """Returns the maximum number of bytes in flight at the same time, given the bytes of each
+        fragment.
+        """
         sums = []
         for sync_every, overlap_steps in self._phases:
-            # A fragment that lands after the step of a launch does so behind it.
+            # A fragment that lands after the same step as a launch lands after that launch.
             for fragments in _launched_together(len(nbytes), sync_every, overlap_steps + 1):
                 sums.append(sum(nbytes[fragment] for fragment in fragments))
         return max(sums)
@@ -303,9 +309,9 @@ Method = DataParallel | Streaming
 
 
 def _partners(settings: Settings, groups: Groups) -> float:
-    """Returns to how many groups a group sends whole fragments in a round, on average.
+    """Returns the average number of groups to which a group sends whole fragments in a round.
 
-    On a route in pairs that is one; where a group is over, it joins a pair.
+    On a route in pairs, this is one; if a group is left over, it joins a pair.
     """
     if settings.shares:
         return groups.others
@@ -315,14 +321,14 @@ def _partners(settings: Settings, groups: Groups) -> float:
 
 
 def _seconds(link: Link, nbytes: int, groups: Groups) -> float:
-    """Returns how long a link is busy with the bytes that each rank of a group sends."""
+    """Returns how long the bytes that each rank of a group sends keep a link busy."""
     if nbytes == 0:
         return 0.0
     return link.seconds(groups.group_size * nbytes, groups.connections) - link.round_trip
 
 
 class Costs(NamedTuple):
-    """Seconds that a flight takes: launch and landing in the training thread, the rest in the
+    """The seconds that a flight takes: launch and landing in the training thread, the rest in the
     background.
     """
 
@@ -341,8 +347,8 @@ class Costs(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds for which the link of a group is busy with a flight: sending and receiving, and
-    again in a second hop.
+    """The seconds for which a flight keeps the link of a group busy: sending and receiving, and
+    both again in a second hop.
     """
 
     up: float
@@ -353,7 +359,9 @@ class Busy(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
-    """Lists launches and landings in the engine's order: inner step, whether it lands, fragment."""
+    """Lists launches and landings in the engine's order, as inner step, whether it is a landing,
+    and fragment.
+    """
     events = list[tuple[int, bool, int]]()
     for fragment in range(schedule.fragments):
         for number in range(1, 1 + sum(schedule.launches_in(fragment, steps))):
@@ -366,8 +374,8 @@ def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
 
 
 def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[int]]:
-    """Returns for each fragment those launched in the ``span`` inner steps that end with its own
-    launch.
+    """Returns, for each fragment, the fragments launched in the ``span`` inner steps that end with
+    its own launch.
     """
     schedule = Schedule(sync_every, overlap_steps=0, fragments=fragments)
     offsets = [schedule.offset(fragment) for fragment in range(fragments)]
@@ -395,7 +403,8 @@ def _timetable_of(
     ]
 
 
-# A run in virtual time: when every group has made each inner step, with unequal speeds and absences
+# A run in virtual time: when every group completes each inner step, given unequal speeds and
+# absences
 
 
 @dataclass(frozen=True, order=True)
@@ -411,7 +420,7 @@ class Absence:
 
 
 class Times(NamedTuple):
-    """When a group had done each inner step, and how long it waited."""
+    """The times at which a group completed each inner step, and how long it waited."""
 
     steps: list[float]
     end: float
@@ -429,24 +438,24 @@ def play(
     links: Sequence[Link | Line] = (),
     launches: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Times]:
-    """Plays training thread and background of every group.
+    """Simulates the training thread and the background of every group.
 
-    A flight is over when the last group's message has come; on a route in pairs, the last
-    partner's, and the word of the last group that it has launched.
+    A flight is over when the message of the last group has arrived; on a route in pairs, when the
+    message of the last partner and the control vector of the last group have arrived.
 
     Args:
         method: The model, settings and groups.
-        link: The way from a group to the others.
-        steps: Inner steps of the run.
-        speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
-        absences: When which group is away.
-        idle: The inner steps, from 1, in which each group does not train, by group: they take no
+        link: The link from a group to the others.
+        steps: The number of inner steps.
+        speeds: The relative speed of each group: at 0.5, steps take twice the step time of the
+            groups.
+        absences: The times at which groups are absent.
+        idle: For each group, the inner steps, from 1, in which it does not train; they take no
             time.
-        links: The link of each group, in place of one that is the same for all; its connections are
-            at speed. Where the compression chooses by the link of its sender, it knows that link
-            from the third flight on.
-        launches: The fragments that are launched after each inner step, where that is not what the
-            schedule says.
+        links: The link of each group, instead of one for all; connections are at full speed. A
+            compression that depends on the sender's link uses that link from the third flight on.
+        launches: The fragments that are launched after each inner step, if they differ from the
+            schedule.
 
     Examples:
         >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
@@ -484,8 +493,8 @@ def _require_one_each(groups: int, sequences: Mapping[str, Sequence[object]]) ->
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
-    """Returns when an inner step is done, which goes on after absences of its group, in order,
-    that interrupt it.
+    """Returns when an inner step is completed; absences of its group, given in order, interrupt
+    it.
     """
     left = step_time
     for absence in absences:
@@ -496,7 +505,7 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 
 
 class _Group:
-    """The clocks of one group: training thread and background."""
+    """The clocks of one group: those of its training thread and its background."""
 
     def __init__(
         self, step_time: float, absences: Sequence[Absence], idle: Collection[int]
@@ -507,20 +516,20 @@ class _Group:
         self.clock = 0.0
         self.waited = 0.0
         self.longest_flight = 0.0
-        # When each stage of the background was done with its last flight.
+        # The time at which each stage of the background finished its last flight.
         self.encoded = 0.0
         self.averaged = 0.0
         self.stepped = 0.0
-        # Until when its link is busy, or each of its directions.
+        # The time until which its link, or each direction of it, is busy.
         self.up = 0.0
         self.down = 0.0
-        # When each flight can land, and when each inner step was done, with the launches and
-        # landings after it.
+        # The time at which each flight can land, and the time at which each inner step was
+        # completed, including the launches and landings after it.
         self.landings: list[float] = []
         self.steps: list[float] = []
 
     def train(self, until: int) -> None:
-        """Makes inner steps until a number is done, skipping idle ones and pausing in absences."""
+        """Takes inner steps up to a number, skipping idle ones and pausing during absences."""
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
@@ -537,7 +546,9 @@ class _Group:
 
 
 class _Play:
-    """Plays groups, each with its link and speed; a single one where all are alike."""
+    """Simulates groups, each with its link and speed; if all are alike, a single group is
+    simulated.
+    """
 
     def __init__(
         self,
@@ -550,12 +561,12 @@ class _Play:
     ) -> None:
         self._lines = lines
         self._link = _slowest(lines)
-        # If links differ and all groups wait for all, each direction of a link is busy for the time
-        # of its own messages.
+        # If links differ and all groups wait for each other, each direction of a link is busy for
+        # the time of its own messages.
         self._differ = differ
         self._method = method
         self._costs: list[Costs] = []
-        # For each fragment the times before and after groups know their links.
+        # For each fragment, the times before and after groups know their links.
         self._busy: list[tuple[list[Busy], list[Busy]]] = []
         self._use(method)
         self._flights = [0] * len(method.numels)
@@ -564,10 +575,10 @@ class _Play:
             away = [absence for absence in absences if absence.group == group]
             self._groups.append(_Group(method.groups.step_time / speed, away, idle[group]))
         self._in_flight: list[int] = []
-        self.landed: list[float] = []  # when fragment 0 has landed in the first group
+        self.landed: list[float] = []  # when fragment 0 landed in the first group
 
     def _use(self, method: Streaming) -> None:
-        """Sets how fragments travel from now on."""
+        """Sets how fragments are exchanged from now on."""
         self._method = method
         fragments = range(len(method.numels))
         self._costs = [method.costs(fragment, self._link) for fragment in fragments]
@@ -608,7 +619,7 @@ class _Play:
         ]
 
     def _launch(self, fragment: int) -> None:
-        """Launches a fragment in all groups: reads it, encodes it, and sends it on its way."""
+        """Launches a fragment in all groups: reads, encodes and sends it."""
         cost = self._costs[fragment]
         launched = list[float]()
         for group in self._groups:
@@ -632,10 +643,10 @@ class _Play:
             self.landed.append(self._groups[0].clock)
 
     def _over_legs(self, fragment: int) -> list[float]:
-        """Averages all groups; returns when each has the last message.
+        """Averages all groups; returns the time at which each has the last message.
 
-        Groups exchange with the partners of their leg, which is all groups but on a route of pairs,
-        at the speed of the slowest link among them.
+        Groups exchange with the partners of their leg, which are all groups except on a route of
+        pairs, at the speed of the slowest link among them.
         """
         settings = self._method.settings
         count = len(self._groups)
@@ -674,8 +685,10 @@ class _Play:
         return arrival
 
     def _over_lines(self, fragment: int) -> list[float]:
-        """Averages all groups where links differ; returns when each has the last message."""
-        # A group learns with the second message what its first one took.
+        """Averages all groups if links differ; returns the time at which each has the last
+        message.
+        """
+        # A group learns from the second message how long its first one took.
         busy = self._busy[fragment][sum(self._flights) > 1]
         round_trip = max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)

@@ -1,10 +1,11 @@
-"""Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, and with it the
+"""Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, including the
 paper's Table 4.
 
-It is an idealisation: no latency, 16 bits per value (4 for FP4), every value crosses the link once,
-a step is 3 L - 1 equal nodes (forward, backward for the activations and backward for the parameters
-of L layers, but no backward for the activations of the first), and a layer is reduced as soon as
-its parameter gradient is there. `lightning_sdiloco.planning.planner` models the engine instead.
+It is an idealisation: there is no latency, values have 16 bits (4 for FP4), every value crosses the
+link once, a step consists of 3 L - 1 equal nodes (forward, backward for the activations and
+backward for the parameters of L layers, but no backward for the activations of the first), and a
+layer is reduced as soon as its parameter gradient is ready. `lightning_sdiloco.planning.planner`
+models the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 
 class PaperModel(NamedTuple):
-    """A model as the paper's simulator sees it."""
+    """A model as described by the paper's simulator."""
 
     values: float
     layers: int
@@ -21,7 +22,7 @@ class PaperModel(NamedTuple):
 
     @property
     def node_time(self) -> float:
-        """Returns the seconds of one node of the graph (u)."""
+        """Returns the seconds that one node of the graph takes (u)."""
         return self.step_time / (3 * self.layers)
 
     @property
@@ -32,12 +33,12 @@ class PaperModel(NamedTuple):
         return (3 * self.layers - 1) * self.node_time
 
     def layer_time(self, bits: int, gbit_s: float) -> float:
-        """Returns the seconds for which a layer takes up the link (c)."""
+        """Returns the seconds for which a layer occupies the link (c)."""
         return self.values / self.layers * bits / (gbit_s * 1e9)
 
 
 class Entry(NamedTuple):
-    """A number of Table 4: from the closed form, and as the paper prints it."""
+    """An entry of Table 4: the value from the closed form, and the value printed in the paper."""
 
     model: str
     method: str
@@ -50,11 +51,11 @@ _SYNC_EVERY = 100
 _LAYERS_PER_FRAGMENT = 3
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
-"""The bandwidths in Gbit/s that the paper tried: 50 from 0.1 to 1000, each 1.207 times the one
-before."""
+"""The bandwidths in Gbit/s that the paper tried: 50 values from 0.1 to 1000, each 1.207 times the
+previous one."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations of Table 4; a prediction also names the bandwidth for each."""
+"""The compute utilisations in Table 4; a prediction also includes the bandwidth for each."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),
@@ -65,7 +66,7 @@ MODELS: Mapping[str, PaperModel] = {
 
 
 def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
-    """Returns the utilisation where all layers travel every ``sync_every`` steps, and training
+    """Returns the utilisation if all layers are exchanged every ``sync_every`` steps and training
     waits for them.
     """
     u = model.node_time
@@ -76,9 +77,9 @@ def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
 
 
 def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) -> float:
-    """Returns the utilisation where strided fragments take turns at equal distances."""
+    """Returns the utilisation if strided fragments take turns at equal intervals."""
     fragments = model.layers // _LAYERS_PER_FRAGMENT
-    # The paper's text says 11, 5 and 2 inner steps; only these reproduce its table.
+    # The paper's text says 11, 5 and 2 inner steps, but only these values reproduce its table.
     distance = round(_SYNC_EVERY / fragments)
     trained = distance * fragments * model.compute_time
     c = model.layer_time(bits, gbit_s)
@@ -88,13 +89,13 @@ def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) 
 
 
 def _wait(fragment: int, fragments: int, overlap_steps: int, model: PaperModel, c: float) -> float:
-    """Returns the seconds for which training waits for a fragment, needed at the forward of its
-    first layer.
+    """Returns the seconds for which training waits for a fragment, which is needed at the forward
+    pass of its first layer.
     """
     u = model.node_time
     until_needed = fragment * u + overlap_steps * model.compute_time
-    # Backward reaches the last layer first: when layer l is ready, it and those before it are still
-    # to be sent.
+    # The backward pass reaches the last layer first: when layer l is ready, it and the layers
+    # before it have not been sent yet.
     layers = [fragment + index * fragments for index in range(_LAYERS_PER_FRAGMENT)]
     late = [
         (i + 1) * c - (2 * layer - (layer > 0)) * u - until_needed for i, layer in enumerate(layers)
@@ -109,8 +110,8 @@ METHODS: Mapping[str, Callable[[PaperModel, float], float]] = {
     "streaming_overlap": partial(_streaming, 1, 16),
     "streaming_overlap_fp4": partial(_streaming, 1, 4),
 }
-"""The methods of Table 4 by their names, each from a model and a bandwidth in Gbit/s to the compute
-utilisation."""
+"""The methods of Table 4 by name, each a function of a model and a bandwidth in Gbit/s that returns
+the compute utilisation."""
 
 TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("1B", "ddp"): (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -129,15 +130,15 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("100B", "streaming_overlap"): (1.7, 3.6, 4.3, 5.2, 5.2),
     ("100B", "streaming_overlap_fp4"): (0.5, 0.9, 1.1, 1.1, 1.4),
 }
-"""Table 4 as the paper prints it, in Gbit/s, in the order of `TARGETS`."""
+"""Table 4 as printed in the paper, in Gbit/s, in the order of `TARGETS`."""
 
 
 def table_4() -> Iterator[Entry]:
-    """Yields Table 4 from the closed form, each entry beside the one that the paper prints.
+    """Yields Table 4 from the closed form, each entry together with the printed one.
 
-    An entry is read off as the paper evidently did: the largest point of the grid whose utilisation
-    does not exceed the target, which is one point below the first that reaches it, rounded to two
-    decimals and then to one.
+    An entry is read off as the paper apparently did: the largest point of the grid whose
+    utilisation does not exceed the target, which is one point below the first that reaches it,
+    rounded to two decimals and then to one.
 
     Examples:
         >>> for entry in list(table_4())[:2]:

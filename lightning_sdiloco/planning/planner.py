@@ -1,5 +1,5 @@
-"""Predicts the needs and the speed of each method on a link, recommends settings, and plans hubs
-and links that differ.
+"""Predicts the needs and speed of each method on a link, recommends settings, and plans hubs and
+groups with unequal links.
 """
 
 import math
@@ -18,23 +18,24 @@ from lightning_sdiloco.planning.paper import TARGETS
 from lightning_sdiloco.planning.workload import Groups, Model
 
 TARGET = 0.95
-"""The compute utilisation that a recommendation aims at."""
+"""The compute utilisation that a recommendation aims for."""
 
 MARGIN = 0.8
-"""The share of the bandwidth that a recommendation counts on."""
+"""The share of the bandwidth that a recommendation relies on."""
 
 SYNC_EVERY = (30, 50, 100, 200, 300, 500)
-"""The ``sync_every`` that are tried."""
+"""The values of ``sync_every`` that are tried."""
 
 HUB_CONNECTIONS = 8
 """The connections of a site to its hub."""
 
-# One until a payload is at the hub and others hear of it, one until they have asked for it.
+# One round trip until a payload is at the hub and the others learn of it, and one until they have
+# fetched it.
 _HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
-    """The needs of a method on a link, and the bandwidth for each of the target utilisations."""
+    """The needs of a method on a link, and the bandwidth for each target utilisation."""
 
     utilisation: float
     bytes_per_step: float
@@ -77,7 +78,7 @@ def _least(utilisation: Callable[[float], float], target: float) -> float | None
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment,
+    """Returns DDP and three variants of the engine: everything at once, fragment by fragment, and
     overlapped with training.
 
     Examples:
@@ -95,7 +96,7 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
 
 
 def candidates(model: Model) -> Iterator[Settings]:
-    """Yields settings worth a try for a model, those that change training least first."""
+    """Yields settings to try for a model, beginning with those that change training least."""
     fewest = fewest_blocks(len(find_blocks(model.parameters)))
     blocks_per_fragment = dict.fromkeys(max(layers, fewest) for layers in (3, 6, 12, 1))
     for sync_every, layers, overlap_steps, compression in product(
@@ -130,7 +131,7 @@ def with_margin(link: Link) -> Link:
     return replace(link, gbit_s=MARGIN * link.gbit_s)
 
 
-# A federation, whose sites are the groups
+# Federations, whose sites are the groups
 
 
 class Enough(NamedTuple):
@@ -139,7 +140,9 @@ class Enough(NamedTuple):
 
 
 class HubLoad(NamedTuple):
-    """The bytes and seconds of a federation's rounds at its hub, and settings that are enough."""
+    """The bytes and seconds of a federation's rounds at its hub, and settings that are
+    sufficient.
+    """
 
     gbit_s: float
     sites: int
@@ -155,7 +158,8 @@ class HubLoad(NamedTuple):
 def through_hub(
     model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float
 ) -> HubLoad:
-    """Predicts what a federation sends through a hub, and how often fragments may travel.
+    """Predicts the traffic of a federation through its hub, and how often fragments can be
+    exchanged.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
@@ -169,10 +173,10 @@ def through_hub(
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
     bytes_in = groups.groups * sum(payloads)
     bytes_out = groups.others * bytes_in
-    # Seconds for which a round keeps the hub busy, however often there is one.
+    # The seconds for which a round keeps the hub busy, regardless of how often rounds take place.
     busy = bytes_out * 8e-9 / gbit_s
     way = hub_link(link, groups.groups, gbit_s)
-    # From when all sites launch until each has the payloads of all.
+    # The time from the launch in all sites until each has the payloads of all.
     flight = groups.groups * max(payloads) * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
     steps = max(1, math.ceil(flight / groups.step_time))
     return HubLoad(
@@ -189,7 +193,7 @@ def through_hub(
 
 
 def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
-    """Finds the least ``sync_every`` that leaves the hub a margin, and every flight its time."""
+    """Finds the lowest ``sync_every`` that leaves the hub a margin and every flight enough time."""
     for sync_every in SYNC_EVERY:
         if busy <= MARGIN * sync_every * step_time and steps < sync_every:
             return Enough(sync_every, steps)
@@ -197,17 +201,17 @@ def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
-    """Returns the way between a site and its hub while all sites use the hub at the same time;
-    without loss.
+    """Returns the link between a site and its hub, without loss, while all sites use the hub at the
+    same time.
     """
     return Link(min(link.gbit_s_of(HUB_CONNECTIONS), gbit_s / sites), link.round_trip)
 
 
-# Groups whose links differ
+# Groups with unequal links
 
 
 class SharedOut(NamedTuple):
-    """Bytes and seconds of two shots on each group's link; all lists are in the order of the
+    """The bytes and seconds of two shots on each group's link; all lists are in the order of the
     groups.
     """
 
@@ -220,14 +224,16 @@ class SharedOut(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times shorter a round is than with equal parts, if the links hold it up."""
+        """The factor by which a round is shorter than with equal parts, if the links are the
+        bottleneck.
+        """
         return self.equal_seconds / self.round_seconds
 
 
 def shared_out(
     model: Model, settings: Settings, groups: Groups, links: Sequence[float]
 ) -> SharedOut:
-    """Predicts what parts by bandwidth bring on links that differ, given as Gbit/s for each group.
+    """Predicts the gain of parts by bandwidth on unequal links, given in Gbit/s for each group.
 
     Examples:
         >>> groups = Groups(step_time=1.0, groups=4)

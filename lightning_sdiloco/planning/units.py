@@ -1,4 +1,4 @@
-"""Numbers for people: three digits, and a unit that suits."""
+"""Formats numbers for people, with three digits and a suitable unit."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def readable_rate(gbit_s: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
-    """Divides a number by 1000 until it suits its unit."""
+    """Divides a number by 1000 until it fits its unit."""
     power = 0
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
         number = number / 1000
@@ -48,8 +48,8 @@ def _scaled(number: float, units: Sequence[str]) -> str:
     return f"{short(number)} {units[power]}"
 
 
-# Half the width of a 95 % interval of the mean, in standard errors, by the number of values
-# (Student's t).
+# Half the width of a 95 % confidence interval of the mean, in standard errors, by the number of
+# values (Student's t).
 STUDENT_T = {
     2: 12.706,
     3: 4.303,

@@ -11,12 +11,12 @@ from lightning_sdiloco.algorithm.partition import Parameter, partition
 from lightning_sdiloco.planning.link import require
 
 FLOAT32 = 4
-"""Bytes of a float32 value."""
+"""The size of a float32 value in bytes."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The part of a model that a plan needs: its trainable parameters."""
+    """The part of a model that a plan needs: the trainable parameters."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
@@ -31,7 +31,7 @@ class Model:
 
     @staticmethod
     def of_size(values: int, layers: int) -> "Model":
-        """Describes a model of equal layers of float32 values, and nothing else."""
+        """Describes a model that consists of equal layers of float32 values."""
         require(layers >= 1, "layers", layers, "at least 1")
         require(values >= layers, "params", values, "at least as many as layers")
         numel, remainder = divmod(values, layers)
@@ -52,7 +52,7 @@ class Model:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def fragments(self, settings: Settings) -> tuple[int, ...]:
-        """Returns the number of values in each fragment, as the engine would cut the model."""
+        """Returns the number of values in each fragment, as the engine would divide the model."""
         chosen = settings.fragments
         if isinstance(chosen, int | str):
             return _cut(self, chosen)
@@ -61,7 +61,7 @@ class Model:
 
 @lru_cache
 def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    """Cuts the model as the engine would; equal requests are computed once."""
+    """Divides the model as the engine would; results are cached."""
     numels = {
         parameter.name: numel
         for parameter, numel in zip(model.parameters, model.numels, strict=True)
@@ -72,7 +72,9 @@ def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tu
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups that train a model: inner step time, number, ranks, and memory rate."""
+    """The worker groups that train a model: inner step time, number, ranks, and memory
+    bandwidth.
+    """
 
     step_time: float
     groups: int = 2
@@ -96,7 +98,7 @@ class Groups:
 
     @property
     def connections(self) -> int:
-        """Returns the connections that share the link of a group: one from every rank to each
-        other group.
+        """Returns the number of connections that share the link of a group: one from every rank to
+        each other group.
         """
         return self.others * self.group_size

@@ -75,7 +75,7 @@ in Gbit/s.
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs a subcommand and prints what it returns."""
+    """Runs a subcommand and prints its result."""
     words = sys.argv[1:] if args is None else args
     command = next((word for word in words if not word.startswith("-")), "")
     try:
@@ -98,7 +98,7 @@ def main(args: list[str] | None = None) -> None:
         text = _called(_function(name, function), arguments)
     except ValueError as error:
         _Parser(prog=prog).error(str(error))
-    # All ranks but the first return an empty string.
+    # All ranks except the first return an empty string.
     if text:
         print(text)
 
@@ -122,8 +122,8 @@ def without_units(args: Sequence[str]) -> list[str]:
 
 
 def _without_unit(option: str, text: str) -> str:
-    """Converts an option's number from its unit; text that is not a number is left to
-    the parser.
+    """Converts an option's number from its unit. Text that is not a number is left to the
+    parser.
     """
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
     if number is None:  # the parser refuses it, with the option's help
@@ -166,7 +166,7 @@ def _modules_named_in(value: str) -> list[str]:
 
 
 def parser_of(names: Container[str]) -> ArgumentParser:
-    """Makes the parser. It imports the named subcommands, and only reads the summaries of all
+    """Makes the parser. It imports the named subcommands, and reads only the summaries of all
     others.
     """
     version = import_module("lightning_sdiloco").__version__
@@ -232,7 +232,7 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
 
 
 def examples_of(docstring: str) -> list[str]:
-    r"""Returns the commands after a $; one that is too long for its line continues on the next.
+    r"""Returns the commands after a $; a command that is too long for a line continues on the next.
 
     >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
     ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
@@ -272,7 +272,7 @@ _EXPECTED: Mapping[str, str] = {
     r"Expected a dot import path string: .*": "not the path of a class, module.Class",
     r"Unexpected import object .*": "neither a class nor a function",
 }
-"""jsonargparse's description of a wrong value, and ours."""
+"""jsonargparse's descriptions of wrong values, and our replacements."""
 
 
 class _Help(DefaultHelpFormatter):
@@ -369,9 +369,9 @@ class _Parser(ArgumentParser):
         sys.exit(2)
 
     def _refusal_of_setting(self, name: str, value: str) -> str:
-        """Returns why this command does not know a setting, if the settings can tell."""
+        """Returns why this command does not have a setting, if the settings can explain it."""
         names = [action.dest for action in self._actions]
-        # A command that has settings has imported them, and torch with them.
+        # A command that has settings has already imported them, and torch with them.
         if "fragments" not in names:
             return ""
         settings = import_module("lightning_sdiloco.algorithm.config")
@@ -379,7 +379,7 @@ class _Parser(ArgumentParser):
             settings.refuse_unknown(self.prog, names, {name.replace("-", "_"): value})
         except ValueError as refusal:
             return f": {refusal}"
-        except TypeError:  # it has no other name
+        except TypeError:  # there is no better name
             pass
         return ""
 

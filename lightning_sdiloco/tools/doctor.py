@@ -1,4 +1,5 @@
-"""Runs ``sdiloco doctor``: started on every rank, it reports the faults it finds on rank 0.
+"""Runs ``sdiloco doctor``, which is started on every rank and reports the faults that it finds on
+rank 0.
 
 With ``--hub`` it is started once, at a site, and examines the connection to a hub.
 """
@@ -52,8 +53,8 @@ from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
-"""How long one direction is measured. Only the second half counts, because a connection starts
-slowly.
+"""The seconds for which one direction is measured. Only the second half counts, because connections
+start slowly.
 """
 
 PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
@@ -68,7 +69,7 @@ VARIABLES = (
 _UNEQUAL = 2.0  # a direction this many times slower than the other has a cause worth finding
 _LONG_ROUND_TRIP = 0.01  # beyond this, a slow start costs more than a launch can wait for
 _FILES_PER_RANK = 8  # connections of several process groups
-_FILES = 256  # the files that a Python process has open anyway
+_FILES = 256  # files that any Python process may have open
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
@@ -77,7 +78,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """The outcome of one check: its state, the observation, and the fix, if any."""
+    """The outcome of a check: its state, the observation, and the fix, if any."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -170,7 +171,9 @@ def _as_table(checks: Sequence[Finding]) -> str:
 
 
 class MeasuredLink(NamedTuple):
-    """The link between two worker groups in one direction; ``error`` says why it has no numbers."""
+    """The link between two worker groups in one direction; ``error`` is the reason if it has no
+    numbers.
+    """
 
     source: int
     target: int
@@ -180,8 +183,8 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """Everything that rank 0 learns about the ranks, their machines, and the links
-    between groups.
+    """The information that rank 0 gets about the ranks, their machines, and the links between
+    groups.
     """
 
     groups: int
@@ -194,7 +197,7 @@ class Examined(NamedTuple):
 def _examined(
     worker_groups: object, num_nodes: int | None, seconds: float, wait: float
 ) -> Examined | None:
-    """Examines all ranks, which must call this together; only rank 0 gets the outcome."""
+    """Examines all ranks, which must call this together. Only rank 0 gets the outcome."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -287,7 +290,7 @@ def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
 
 
 def describe() -> Numbers:
-    """Describes this rank's machine in values that JSON can express."""
+    """Describes this rank's machine in JSON values."""
 
     def tcp(name: str) -> str:
         try:
@@ -489,8 +492,8 @@ def measure(
     seconds: float,
     progress: Callable[[str], None],
 ) -> list[MeasuredLink]:
-    """Measures between the first ranks of all worker groups, one link per group at a time. All
-    ranks must call it.
+    """Measures the links between the first ranks of all worker groups, one link per group at a
+    time. All ranks must call this.
     """
     listener = Listener(address, partial(_serve, seconds=seconds))
     try:
@@ -524,7 +527,7 @@ def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, 
 
 
 def _round_trip(address: tuple[str, int]) -> float | str:
-    """Returns the duration of a round trip in seconds, or why there is none."""
+    """Returns the duration of a round trip in seconds, or the reason if there is none."""
     seconds: list[float] = []
 
     def ping(connection: socket.socket) -> None:
@@ -544,7 +547,9 @@ def _round_trip(address: tuple[str, int]) -> float | str:
 def _link(
     group: int, peer: int, address: tuple[str, int], round_trip: float | str, seconds: float
 ) -> MeasuredLink:
-    """Sends to another group for a few seconds, and returns the rate at which it received."""
+    """Sends to another group for a few seconds, and returns the rate at which that group
+    received.
+    """
     if isinstance(round_trip, str):
         return MeasuredLink(group, peer, error=round_trip)
     rates: list[float] = []
@@ -601,14 +606,14 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return received
 
 
-# The way to a hub
+# The connection to a hub
 
 _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
-    """Examines the connection to a hub up to the first fault, because further checks would only
-    repeat it.
+    """Examines the connection to a hub up to the first fault, which further checks would only
+    repeat.
     """
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
@@ -627,13 +632,13 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Num
 def _check_path(
     options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: Numbers
 ) -> Iterator[Finding]:
-    """Yields the checks in order of dependency: keys, addresses, hub."""
+    """Yields the checks, each of which depends on the previous ones: keys, addresses, hub."""
     yield _check_keys(options)
     errors = [try_to_connect(host, port, 5.0) for host, port in addresses]
     for (host, port), error in zip(addresses, errors, strict=True):
         if error is not None:
             yield Finding(
-                "wrong" if all(errors) else "slow",  # one of several addresses is enough
+                "wrong" if all(errors) else "slow",  # one reachable address is enough
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
                 "Start the hub on an address that can be reached from here (--listen"
@@ -733,7 +738,7 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
         yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:
-        # The site that the quorum lacks may be the one that is about to join.
+        # The missing site may be the one that is about to join.
         finding = Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
         yield finding._replace(state="slow") if status.get("lost_quorum") else finding
     needs = status["disk"]["still_needs"]

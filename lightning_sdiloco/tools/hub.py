@@ -1,4 +1,6 @@
-"""Runs ``sdiloco hub``: serves a run to its sites, with metrics, and sends requests to hubs."""
+"""Runs ``sdiloco hub``, which serves a run to its sites, with metrics, and sends requests to
+hubs.
+"""
 
 import importlib
 import json
@@ -91,7 +93,7 @@ def hub(
         except ValueError:
             service.close()
             raise
-    # The service ends first; until it has, /healthz answers that it is not serving.
+    # The service ends first. Until it has ended, /healthz answers that it is not serving.
     with nullcontext() if server is None else closing(server), closing(service):
         _serve(run, service, server)
     return f"The hub has ended. Everything is in {ledger}: to continue, rerun the same command."
@@ -138,8 +140,8 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub; the bundle names the caller, and also the run unless
-        ``run`` does.
+        """Connects to the hub. The bundle names the caller, and also the run unless ``run`` is
+        given.
         """
         if self.hub is None:
             raise ValueError("Give the hub's address: --hub ADDRESS:PORT.")
@@ -223,8 +225,8 @@ def amend(
         rounds: Number of rounds of every fragment after which the run ends; 0: it ends when its
             sites do.
         grace: Seconds that a round remains open after its first contribution.
-        lease: Seconds that a round waits for a site that sends no heartbeat.
-        quorum: The fewest sites that a round needs.
+        lease: Seconds that a round waits for a site whose heartbeats have stopped.
+        quorum: Minimum number of sites in a round.
         guard: Longest accepted outer gradient, as a multiple of the typical length; 0: no limit.
 
     Examples:
@@ -394,7 +396,7 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[object]:
-        """Names no metrics in advance, so that registration needs no status."""
+        """Announces no metrics in advance, so that registration does not need a status."""
         return []
 
     def collect(self) -> Iterator[object]:
@@ -418,7 +420,7 @@ class MetricsServer:
 
 
 Samples = list[tuple[list[str], float]]
-"""Status, each behind its labels."""
+"""The samples of a metric: labels and value of each."""
 
 
 def _family(
@@ -430,7 +432,7 @@ def _family(
     *labels: str,
     kind: str = "gauge",
 ) -> object:
-    """Makes a family of metrics whose samples all carry the run's name."""
+    """Makes a family of metrics whose samples are all labelled with the run's name."""
     cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
     family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
     for values, number in samples:

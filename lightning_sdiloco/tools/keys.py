@@ -1,4 +1,4 @@
-"""Runs ``sdiloco keys``: makes a federation's authority and its holders' bundles, and revokes keys."""
+"""Runs ``sdiloco keys``, which makes a federation's authority and bundles, and revokes keys."""
 
 from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
 from lightning_sdiloco.planning.link import require

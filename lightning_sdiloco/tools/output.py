@@ -1,6 +1,4 @@
-"""Prints and draws for several commands: tables of a fixed width, pictures for light and dark
-pages.
-"""
+"""Output of several commands: tables of a fixed width, and pictures for light and dark pages."""
 
 import io
 import math
@@ -95,7 +93,7 @@ class Theme:
         )
         return {
             "font.family": "DejaVu Sans",
-            "svg.hashsalt": "sdiloco",  # the same picture is the same file
+            "svg.hashsalt": "sdiloco",  # equal pictures give equal files
             "figure.constrained_layout.w_pad": 0.15,
             "figure.constrained_layout.h_pad": 0.1,
             "axes.grid": True,

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco plan``: shows the planner's answer as text, JSON and a picture."""
+"""Runs ``sdiloco plan``, which shows the planner's results as text, JSON and a picture."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def plan(
         sync_every: Inner steps between two launches of the same fragment.
         overlap_steps: Inner steps from the launch of a fragment to its landing. By default, 5 or as
             many as fit into shorter rounds.
-        fragments: How the model is cut: strided or sequential, optionally with the number of
+        fragments: How the model is divided: strided or sequential, optionally with the number of
             repeated blocks per fragment, as in strided:3 (by default as many as make about eight
             fragments, at most three, or more to make at most 32 fragments); balanced; or a number
             of fragments.
@@ -190,7 +190,9 @@ def _numbers(
 
 
 def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
-    """Draws utilisation from where no method works to where DDP does, with the link in between."""
+    """Draws utilisation over bandwidths from where no method works to where DDP does, and marks the
+    link.
+    """
     link = numbers["link"]
     bandwidths = [link.gbit_s]
     for prediction in numbers["methods"].values():
@@ -286,7 +288,7 @@ def _module(make: MakeModel) -> nn.Module:
     try:
         with torch.device("meta"):
             return configured()
-    except Exception:  # some models read their values, which takes the memory
+    except Exception:  # some models read their values, which needs real memory
         try:
             return configured()
         except Exception as error:
@@ -469,7 +471,7 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
-    """Formats when rounds close under the quorum, and which sites count in them."""
+    """Describes when rounds close under the quorum, and which sites count in them."""
 
     def described(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
@@ -489,7 +491,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats each link's share, and the gain over equal shares."""
+    """Formats each link's share and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),

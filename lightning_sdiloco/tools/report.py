@@ -1,4 +1,4 @@
-"""Runs ``sdiloco report``: turns a run's records into a page, its pictures and a timeline."""
+"""Runs ``sdiloco report``, which turns a run's records into a page, its pictures and a timeline."""
 
 import base64
 import math
@@ -79,8 +79,8 @@ def report(run: str, output: str | None = None) -> str:
 
 
 def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[str, bytes]]:
-    """Writes pictures as PNG, and returns them as SVG by name and theme, because the page scales
-    them.
+    """Writes the pictures as PNG, and returns them as SVG, which the page can scale, by name and
+    theme.
     """
     pictures: dict[str, dict[str, bytes]] = defaultdict(dict)
     for name in pictures_of(run):
@@ -94,7 +94,7 @@ def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[
     return pictures
 
 
-# The verdict: the limit of a run, and the setting to change
+# The verdict: the bottleneck of a run, and the setting to change
 
 
 class Causes(NamedTuple):
@@ -106,7 +106,7 @@ class Causes(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Settings to change, and the utilisation that the planner expects before and after."""
+    """The settings to change, and the utilisation that the planner expects before and after."""
 
     changes: dict[str, object]
     now: float
@@ -114,8 +114,8 @@ class Advice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A run's limit and the numbers behind it, both also in sentences, and a few words on what to
-    change.
+    """A run's bottleneck and the numbers behind it, both also as sentences, and a few words on what
+    to change.
     """
 
     limit: str
@@ -128,7 +128,7 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run) -> Verdict:
-    """Finds what limited a run, and advises on settings where settings could help."""
+    """Finds the bottleneck of a run, and advises on settings if they could help."""
     share = mean(map(utilisation, run.ranks))
     causes = waited_for(run)
     link = measured_link(run)
@@ -151,7 +151,7 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> Causes:
-    """Returns the causes for which training waited.
+    """Returns the causes of training's waits.
 
     The time until the last group launched counts for that group, and the rest for the link or the
     group's own background.
@@ -198,7 +198,9 @@ def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[Land
 
 
 def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) -> float:
-    """Returns how long a fragment was on the link, each hop from when all groups were in it."""
+    """Returns how long a fragment was on the link, counting each hop from when all groups had
+    entered it.
+    """
     hops = zip(on_the_link(landing), *map(on_the_link, partners), strict=False)
     return sum(max(0.0, spans[0][1] - max(began for began, _ in spans)) for spans in hops)
 
@@ -207,8 +209,8 @@ def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) 
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """Finds the smallest change with which the planner expects to reach its recommended
-    utilisation, or else the best change.
+    """Finds the smallest change with which the planner expects to reach its target utilisation, or
+    else the best change.
     """
     settings = _settings(run)
     if settings is None:
@@ -274,7 +276,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     about = run.ranks[0].about
     step_time = max(map(step_seconds, run.ranks))
     groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
-    # At one byte a second the seconds are bytes.
+    # At one byte per second, the seconds are bytes.
     method = Streaming(model, settings, groups)
     any_link = Link(gbit_s=1.0)
     landings = list(chain.from_iterable(map(landings_in_training, run.ranks)))
@@ -284,13 +286,13 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
 
 
-# In words
+# The verdict as text
 
 
 def _limit_as_text(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
-    """Describes the limit of the run, and the rate of its link."""
+    """Describes the bottleneck of the run and the rate of its link."""
     head = run.heads[0]
     computed = f"Training kept computing for {share:.1%} of the time."
     if limit == "alone" and head.about.get("site") is not None:
@@ -312,7 +314,7 @@ def _limit_as_text(
 
 
 def _site_as_text(head: Rank) -> str:
-    """Describes a federation's site: its restarts, and the rounds in which each site counted."""
+    """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
     counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
@@ -341,7 +343,7 @@ def _losses_as_text(head: Rank) -> str:
 
 
 def _waits_as_text(causes: Causes) -> str:
-    """Formats the causes for which training waited, the longest first."""
+    """Formats the causes of training's waits, the longest first."""
     words = {
         "link": "for the link",
         "groups": "for a slower group",
@@ -369,7 +371,7 @@ def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
 
 
 def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
-    """Formats the advice, or why there is none."""
+    """Formats the advice, or the reason why there is none."""
     if link is None:
         return (
             "The link's speed is unknown: all messages had arrived before a rank began to wait for"
@@ -455,7 +457,7 @@ Curve = list[tuple[float, float]]
 """The points of a line."""
 
 _BARS = 240
-"""The most intervals that are drawn."""
+"""The maximum number of intervals that are drawn."""
 
 
 def overlap(first: Span, second: Span) -> float:
@@ -473,7 +475,9 @@ def trained(rank: Rank) -> Span:
 
 
 def landings_in_training(rank: Rank) -> list[LandingRecord]:
-    """Returns the landings that training may have waited for: all but those after the last step."""
+    """Returns the landings that training may have waited for: all except those after the last
+    step.
+    """
     until = trained(rank)[1]
     return [
         landing
@@ -512,7 +516,9 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landing: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, as far as this rank knows: transfer, second hop."""
+    """Returns when a fragment was on the link, from this rank's record: the transfer and the second
+    hop.
+    """
     hops = [landing.spans[name] for name in ("transfer", "relay") if name in landing.spans]
     return hops or [landing.spans["flight"]]
 
@@ -608,7 +614,7 @@ def norms_of(run: Run) -> dict[int | None, Curve]:
     count = len(head.fragments)
     curves = {}
     for group, lengths in norms.items():
-        # Squares add up over the fragments of a round.
+        # Squares are summed over the fragments of a round.
         squares = [(step, length**2) for step, length in zip(steps, lengths, strict=True)]
         curves[group] = [
             (step, math.sqrt(count * square)) for step, square in averaged(squares, count)
@@ -637,7 +643,7 @@ _ROUNDS = 2
 """The number of rounds whose flights are drawn."""
 
 _GROUPS = 4
-"""The most groups whose flights are drawn, from the first on."""
+"""The maximum number of groups, beginning with the first, whose flights are drawn."""
 
 _POINTS = 1000
 """The maximum number of points on a line; beyond that, means of neighbouring points are drawn."""
@@ -719,7 +725,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
         if needed:
             label = f"DDP at this speed: {readable_rate(needed)}"
             axes.axhline(needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
-        # Zero has no logarithm: the axis ends at a thousandth of the highest rate.
+        # Zero has no logarithm, so the axis ends at a thousandth of the highest rate.
         axes.set_yscale("log")
         lowest = max(max(rates) / 1000, min(filter(None, rates)))
         axes.set_ylim(lowest / 2, 3 * max([needed, *rates]))
@@ -754,7 +760,7 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
     "in the background": (0.55, in_background),
     "on the link": (1.0, on_the_link),
 }
-"""The parts of a flight by name: each one's opacity, and when it took place."""
+"""The parts of a flight by name: the opacity and the time of each."""
 
 
 class _Bars(NamedTuple):
@@ -788,7 +794,7 @@ def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) -> None:
-    """Draws the spans that lie in the shown one, in seconds since ``zero``."""
+    """Draws the spans that overlap the shown one, in seconds since ``zero``."""
     visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
     widths = [(began - zero, ended - began) for began, ended in visible]
     place = row - bars.height / 2, bars.height
@@ -796,7 +802,7 @@ def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) ->
 
 
 def _draw_legend_of_flights(axes: "Axes", theme: Theme) -> None:
-    """Draws a bar without width for each entry of the legend."""
+    """Draws a bar of zero width for each entry of the legend."""
     axes.barh([0], [0], color=theme.quiet, alpha=1.0, label="inner step")
     axes.barh([0], [0], color=theme.line(1), alpha=1.0, label="waits")
     for name, (alpha, _) in _SHADES.items():
@@ -913,7 +919,7 @@ PICTURES: Mapping[str, Picture] = {
         "Agreement of the groups",
         "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
         " round; and the norm of the outer gradient of all fragments. A curve far from the others"
-        " is a group that trains on different data.",
+        " shows a group that trains on different data.",
     ),
     "sites": Picture(
         draw_sites,
@@ -926,12 +932,14 @@ PICTURES: Mapping[str, Picture] = {
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that apply to a run; a single site cannot tell how all sites agree."""
+    """Returns the pictures that apply to a run; a single site has no record of how all sites
+    agree.
+    """
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
 
-# The page, which needs no other file and no network
+# The page, which is self-contained
 
 
 _STYLE = """
@@ -961,7 +969,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 def page(
     title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
 ) -> str:
-    """Returns the report as one HTML page, with style and pictures inside."""
+    """Returns the report as a single HTML page that includes its style and pictures."""
     tiles = [
         f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
         for number, label in _tiles(run, verdict)

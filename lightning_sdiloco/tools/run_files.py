@@ -1,9 +1,9 @@
-"""Reads the records that a `StreamingDiLoCoMonitor` wrote as a `Run`, and turns it into a trace.
+"""Reads the records of a `StreamingDiLoCoMonitor` as a `Run`, and turns it into a trace.
 
-[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight does
-not end on any rank before all groups that count in it have launched it. So each flight bounds, from
-both sides, how far a clock can be ahead of rank 0's. A clock that may be right is left alone; any
-other is set to the middle of the bounds.
+[Note: clocks] Every rank records times on its own clock, and the clocks of hosts differ. But a
+flight does not end on any rank before all groups that count in it have launched it. So each flight
+gives a lower and an upper bound on how far a clock is ahead of rank 0's. A clock that may be right
+is not changed; any other is set to the middle of the bounds.
 """
 
 import json
@@ -134,7 +134,7 @@ class Run(NamedTuple):
 
 
 def records_in(folder: str | Path) -> Path:
-    """Returns where the records are: in a folder, in its ``sdiloco``, or in its newest
+    """Returns the folder of the records: the given one, its ``sdiloco``, or its newest
     ``version_N``.
     """
     places = [Path(folder), Path(folder) / "sdiloco"]
@@ -148,14 +148,14 @@ def records_in(folder: str | Path) -> Path:
         if any(place.glob("rank_*.jsonl")):
             return place
     raise ValueError(
-        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a"
+        f"{folder} contains no records (rank_00000.jsonl and so on). Give the folder that a"
         " StreamingDiLoCoMonitor wrote: add one to the trainer's callbacks; by default it writes"
         " into sdiloco in the logger's folder."
     )
 
 
 def read_run(folder: str | Path) -> Run:
-    """Reads the records in a folder, or where `records_in` finds them."""
+    """Reads the records in a folder, or in the one that `records_in` finds for it."""
     place = records_in(folder)
     records = [_parts_of(path) for path in sorted(place.glob("rank_*.jsonl"))]
     records = [parts for parts in records if parts]
@@ -172,14 +172,16 @@ def _parts_of(path: Path) -> list[list[Line]]:
     """Returns the lines of a record, in one part per start or resume of the run."""
     lines: list[Line] = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):  # of the last line of a process that was killed
+        with suppress(json.JSONDecodeError):  # from the last line of a killed process
             lines.append(json.loads(line))
     starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
     return [lines[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _read_rank(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
-    """Reads the record of a rank, with its clock set by another's at each start of the run."""
+    """Reads the record of a rank; at each start of the run, its clock is corrected by another
+    rank's.
+    """
     rank = Rank(parts[0][0]["rank"], parts[0][0])
     for number, part in enumerate(parts):
         ahead = 0.0
@@ -264,7 +266,7 @@ class _RankTrace:
         self._began = began
 
     def events(self, numbers: Iterator[int]) -> Iterator[Event]:
-        """Yields all events; each flight gets a number, which no other rank uses."""
+        """Yields all events. Each flight gets a number that no other rank uses."""
         for step in self._rank.steps:
             yield self._piece("step", _TRAINING, step.span, step=step.step)
         for validation in self._rank.validations:
@@ -309,7 +311,9 @@ class _RankTrace:
 
 
 def changes(rank: Rank) -> Iterator[tuple[float, str]]:
-    """Yields when a rank of a site saw sites come and go, with a text for each change."""
+    """Yields the times at which a rank of a site saw other sites come and go, with a text for each
+    change.
+    """
     if rank.about.get("site") is None:
         return
     for moment, step in rank.starts:

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco schedule``: prints after which inner steps fragments launch and land."""
+"""Runs ``sdiloco schedule``, which prints after which inner steps fragments launch and land."""
 
 from lightning_sdiloco.algorithm.config import Settings, overlap_for
 from lightning_sdiloco.algorithm.schedule import DenseBeginning

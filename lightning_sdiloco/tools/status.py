@@ -1,4 +1,6 @@
-"""Runs ``sdiloco status``: a live table of the sites, their progress, and the open rounds."""
+"""Runs ``sdiloco status``, which shows a live table of the sites, their progress, and the open
+rounds.
+"""
 
 import io
 import json as codec

@@ -461,12 +461,12 @@ def test_a_connection_is_counted_and_limited_as_by_the_kernel_and_no_other_one(
         assert Connection.of_process() == set()
         monkeypatch.undo()
     for use in (connection.counters, partial(connection.limit, None)):
-        with pytest.raises(OSError, match="Bad file descriptor|no longer there"):
+        with pytest.raises(OSError, match="Bad file descriptor|no longer exists"):
             use()
     old = by_descriptor[min(by_descriptor)]
     with connected():
         assert old.descriptor in {connection.descriptor for connection in Connection.of_process()}
-        with pytest.raises(OSError, match="no longer there"):
+        with pytest.raises(OSError, match="no longer exists"):
             old.limit(1.0)
 
 

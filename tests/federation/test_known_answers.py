@@ -200,7 +200,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
     assert offer(ledger, B) == [Answer.LATE]
     with pytest.raises(Refused, match="builds on records that are not here"):
         offer(ledger, contribution("a", round=3))
-    with pytest.raises(Refused, match="another history"):
+    with pytest.raises(Refused, match="different history"):
         ledger.contribute(replace(contribution("a", 2), previous="11" * 32), incarnation(), 1.0)
 
 
@@ -910,7 +910,7 @@ def test_a_state_is_verified_against_the_records() -> None:
         (tenth, 8, "damaged"),
         (snapshot(*RECORDS[:10], digest=8), 8, "differs from the others'"),
         (snapshot(*RECORDS[:3]), DIGEST, "later records are gone"),
-        (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "another history"),
+        (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "different history"),
     ):
         with pytest.raises(Refused, match=message):
             follower.adopt(offered, [digest])

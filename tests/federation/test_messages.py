@@ -245,7 +245,7 @@ def test_another_patch_of_a_version_joins_where_its_arithmetic_agrees() -> None:
         {"terms": replace(TERMS, sync_every=50)},
     )
     for change in changes:
-        with pytest.raises(ValueError, match="another run config"):
+        with pytest.raises(ValueError, match="different run config"):
             replace(patched, **change).require_same(founded)
 
 

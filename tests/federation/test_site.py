@@ -620,7 +620,7 @@ def slow(site: Site, waits: int) -> Site:
     return site
 
 
-def test_a_site_that_returns_with_a_flight_trains_once_it_has_the_closed_rounds() -> None:
+def test_a_site_that_returns_with_a_flight_continuingce_it_has_the_closed_rounds() -> None:
     """Cut off before, it would train on alone, and drop all that where its earlier incarnation
     counts.
     """
@@ -702,18 +702,18 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     first.reconnect()
     train(sites, 2)
     gone, back = caplog.messages
-    assert "trains on without it" in gone
-    assert back == "The hub is back: site s0 sends what it has trained."
+    assert "continues to train without it" in gone
+    assert back == "The hub is back: site s0 sends its training."
     caplog.clear()
     with patch.object(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full"))):
         train(sites, 12)
     train(sites, 8)
-    full, *trains_on, over = caplog.messages[:4]
+    full, *continuing, over = caplog.messages[:4]
     assert full == "the disk is full"
-    assert sorted(trains_on) == [
-        f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)
+    assert sorted(continuing) == [
+        f"Site s{i} continues to train while no rounds close: the disk is full" for i in (0, 1)
     ]
-    assert over == "rounds can close again; what kept them from it is over: the disk is full"
+    assert over == "rounds can close again; this problem is resolved: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
@@ -749,7 +749,7 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     restarted(sites, earlier(hub, 6))
     train(sites, 20)
     assert not torch.equal(sites[0].local(), local_before)
-    warning = "The site trains on without that hub"
+    warning = "The site continues to train without that hub"
     warnings = [text for text in caplog.messages if warning in text]
     assert len(warnings) == 2, warnings
     restarted(sites, full_ledger)

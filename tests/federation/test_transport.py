@@ -381,7 +381,7 @@ def test_small_blobs_come_in_one_stream_however_much_of_it_a_message_takes(serve
     fetched = site.get_small(payloads)
     assert [fetched[payload.key] for payload in payloads] == blobs
     (*_, last, _) = payloads
-    for size, error in ((3, "more than was asked for"), (5, "ended a stream too early")):
+    for size, error in ((3, "more than was requested"), (5, "ended a stream too early")):
         with pytest.raises((Refused, HubError), match=error):
             site.get_small([Payload(last.key, size)])
     with pytest.raises(Missing):
@@ -497,7 +497,7 @@ def test_a_connected_member_is_cut_off_once_its_certificate_is_no_longer_valid(
 def test_a_refusal_is_not_answered_by_calls_without_end(
     hub: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refuse = Mock(side_effect=Refused("round 3 builds on another history than this hub's"))
+    refuse = Mock(side_effect=Refused("round 3 builds on a different history from this hub's"))
     hub.handler.call = refuse  # type: ignore[method-assign]
 
     def tries() -> int:

@@ -172,7 +172,7 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(
         ("ssh", 0, SSH),
         ("ssh", 1, SSH),
         ("silent", 0, "answers, but is not a torch TCPStore (it says nothing)"),
-        ("store", 0, "is taken by another training"),
+        ("store", 0, "is used by another training"),
     ):
         with listening(program) as port:
             began = time.monotonic()

@@ -181,11 +181,11 @@ def test_help_and_command_line_show_every_argument_with_its_description(
         help_text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
         described = help_text.partition("Args:")[2].partition("Raises:")[0]
         assert [argument for argument in arguments if f"{argument}: " not in described] == []
-        assert described.count("mixing: Share") == 1
+        assert described.count("mixing: The share") == 1
         print_help(f"lightning_sdiloco.{face}.{name}", base_of_lightning(kind))
         shown = " ".join(capsys.readouterr().out.split())
         assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
-        assert "Share of the local parameters kept on landing" in shown
+        assert "share of the local parameters that is kept on landing" in shown
         assert "static_graph" not in shown, "an argument of DistributedDataParallel"
         unpickled = pickle.loads(pickle.dumps(kind(mixing=0.25)))
         assert unpickled.strategy_name.startswith("streaming_diloco")

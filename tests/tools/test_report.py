@@ -422,7 +422,7 @@ PICTURES = {
 
 def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "holds no records" in refused("report", str(tmp_path))
+    assert "contains no records" in refused("report", str(tmp_path))
     records = tmp_path / "sdiloco"
     run_processes(fit_with_records, 4, str(records))
     # The highest number is the newest: version_9 is older than version_10.

@@ -1,8 +1,8 @@
-"""Runs ``sdiloco simulate``: turns options into simulated runs, and runs into text, JSON and a
-picture.
+"""The ``sdiloco simulate`` command, which turns options into simulated runs, and runs into text,
+JSON and a picture.
 
-The runs of a sweep, or of a methods file, take place one after the other; with several seeds, each
-is compared with the first. If a link is given, each run's duration is predicted.
+The runs of a sweep or of a methods file are simulated one after the other. With several seeds, each
+run is compared with the first. If a link is given, each run's duration is predicted.
 """
 
 import inspect
@@ -149,7 +149,7 @@ def simulate(
 
 
 def _imported(name: str, path: str) -> type:
-    """Imports the class of an option, and names the option in the error."""
+    """Imports the class of an option; the error names the option."""
     try:
         return class_at(path)
     except ValueError as error:
@@ -185,7 +185,7 @@ _METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run, identified by what varies: argument values by name, or a method's name."""
+    """A run, identified by the arguments that vary, by name, or by a method's name."""
 
     varied: Numbers
     groups: int
@@ -243,7 +243,7 @@ def _planned(varied: Numbers, arguments: Numbers, groups: int) -> Planned:
 
 
 def _methods_of(file: str, groups: int) -> list[Planned]:
-    """Reads runs to compare from a YAML file that maps names to arguments of the strategy, or
+    """Reads the runs to compare from a YAML file that maps names to arguments of the strategy or to
     groups.
     """
     methods = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
@@ -268,7 +268,7 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
 
 
 def _arguments() -> list[str]:
-    """Lists the arguments that runs can differ in: those of the strategy, and groups."""
+    """Lists the arguments in which runs can differ: those of the strategy, and groups."""
     arguments = list(inspect.signature(GroupStrategy.__init__).parameters)[1:]
     return [_GROUPS, *(name for name in arguments if name not in ("worker_groups", "of_format"))]
 
@@ -322,7 +322,7 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 class Prediction(NamedTuple):
-    """How long a run takes on a link: of the slowest group; of every group; and of DDP."""
+    """The duration of a run on a link: for the slowest group, for every group, and for DDP."""
 
     step_time: float
     seconds: float
@@ -333,8 +333,8 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Run, places: Places) -> Prediction | None:
-    """Predicts how long a run would take; None without a link, or if nothing is sent or no step was
-    made.
+    """Predicts the duration of a run; None without a link, or if nothing was sent or no step was
+    taken.
     """
     step_time = places.step_time or run.step_seconds
     if places.link is None or len(run.groups) < 2 or step_time is None:
@@ -343,7 +343,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
     speeds = places.speeds or (1.0,) * len(run.groups)
     groups = Groups(step_time, len(run.groups), memory_rate=places.memory_rate)
     method = Streaming(run.model, run.settings, groups)
-    # A pace decides as the run goes on; all groups launch alike.
+    # A launch schedule may decide during the run; all groups launch alike.
     launches = run.groups[0].launches if run.settings.schedule else None
     idle = [group.idle for group in run.groups]
     times = play(method, places.link, steps, speeds, places.absences, idle, launches=launches)
@@ -359,8 +359,8 @@ def predict(run: Run, places: Places) -> Prediction | None:
 
 
 def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
-    """Predicts DDP's time: each step takes as long as in the slowest group, and all groups are away
-    whenever one is.
+    """Predicts DDP's time: each step takes as long as in the slowest group, and all groups pause
+    whenever one is absent.
     """
     slowest = replace(groups, step_time=groups.step_time / min(places.speeds or (1.0,)))
     away = max((absence.end - absence.start for absence in places.absences), default=0.0)
@@ -370,7 +370,7 @@ def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
 
 
 class Outcome(NamedTuple):
-    """A simulated run, and how long it would take on a link, if there is one."""
+    """A simulated run, and its predicted duration if there is a link."""
 
     planned: Planned
     seed: int | None
@@ -379,7 +379,7 @@ class Outcome(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """The outer model's loss: as logged by the last validation, or else on the last batches."""
+        """The outer model's loss, as logged by the last validation or else on the last batches."""
         losses = [v.loss for v in self.run.validations if v.loss is not None]
         if losses:
             return losses[-1]
@@ -404,7 +404,7 @@ def _worker_groups(
     picture: str | None,
     json: str | None,
 ) -> str:
-    """Checks all runs before it simulates the first, and returns the text for their outcomes."""
+    """Checks all runs before it simulates the first; returns the text for their outcomes."""
     for planned in runs:
         check(configuration, planned.groups, planned.choices)
         if planned.groups > 1:
@@ -461,8 +461,8 @@ def _federation(
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Begin]:
-    """Shows bars on stderr, so that the output can be piped: for the runs, and for the current
-    run's inner steps.
+    """Shows progress bars for the runs and for the current run's inner steps, on stderr, so that
+    the output can be piped.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -494,7 +494,7 @@ def _write(path: str, numbers: Numbers) -> None:
 
 
 def _as_json(outcome: Outcome) -> Numbers:
-    """Returns a run's numbers, by their names in the JSON file."""
+    """Returns a run's numbers by their names in the JSON file."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -524,7 +524,7 @@ def _as_json(outcome: Outcome) -> Numbers:
 
 
 def _site_as_json(site: Site) -> Numbers:
-    """Returns a site's numbers, by their names in the JSON file."""
+    """Returns a site's numbers by their names in the JSON file."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -634,7 +634,7 @@ def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
 
 
 def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
-    """Formats predicted time and utilisation; a run of one group has none."""
+    """Formats the predicted time and utilisation; a run of one group has none."""
     seconds = []
     utilisations = []
     for outcome in outcomes:
@@ -648,8 +648,8 @@ def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
-    """Formats runs with several seeds each: means over the seeds, and each run's difference from
-    the first, seed by seed.
+    """Formats runs with several seeds each: the means over the seeds, and each run's difference
+    from the first, compared seed by seed.
     """
     losses = []
     sent = []
@@ -672,7 +672,7 @@ def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
 
 
 def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
-    """Formats how many percent higher losses are than the first run's, with their interval."""
+    """Formats the difference from the first run's losses in percent, with its interval."""
     percents = []
     for outcome, first in zip(row, first_row, strict=True):
         if outcome.loss is not None and first.loss:
@@ -687,7 +687,7 @@ def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
 def _by_choices(
     runs: Sequence[Planned], columns: Mapping[str, list[str]], note: str, places: Places
 ) -> str:
-    """Formats one row for each run, which begins with its choices."""
+    """Formats one row for each run, beginning with its choices."""
     names = list(runs[0].varied)
     varied = {name: [planned.varied[name] for planned in runs] for name in names}
     parts = [table({**varied, **columns}, len(names), _WIDTH)]
@@ -738,15 +738,15 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 3600:.3g} h"
 
 
-# Pictures: the loss over inner steps, and over what it costs
+# Pictures: the loss over inner steps and over costs
 
 
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
-    """Draws a run or a sweep: losses over inner steps, and over the predicted time or else the
-    bytes of a group.
+    """Draws a run or a sweep: losses over inner steps, and over the predicted time, or else over
+    the bytes of a group.
     """
     left, right = figure.subplots(1, 2)
     predictions = [outcome.prediction for outcome in outcomes if outcome.prediction is not None]
@@ -786,7 +786,7 @@ def _draw_outcome(
 
 
 def _costs_in_time(predictions: Sequence[Prediction]) -> tuple[list[list[float]], str]:
-    """Returns when the slowest group had done each inner step, for each run, and the unit."""
+    """Returns, for each run, when the slowest group completed each inner step, and the unit."""
     unit, name = _unit(max(prediction.seconds for prediction in predictions))
     costs = []
     for prediction in predictions:
@@ -806,7 +806,7 @@ def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str
 
 
 def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Returns the groups' mean loss, smoothed, and the inner steps at which it was taken."""
+    """Returns the groups' smoothed mean loss, and the inner steps at which it was taken."""
     batches_of_groups = zip(*(group.losses for group in outcome.run.groups), strict=False)
     curve = list(map(mean, batches_of_groups))
     batches, losses = _smooth(curve)

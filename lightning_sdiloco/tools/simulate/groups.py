@@ -77,17 +77,19 @@ class SimulatedRank(NamedTuple):
     """The rank that a thread simulates. It is its own worker group."""
 
     topology: Topology
-    clock: Callable[[], float]  # stands still while other groups run
+    clock: Callable[[], float]  # stopped while other groups run
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    # Seconds of an inner step, as the group announces them; 0: as measured here.
+    # The seconds of an inner step that the group announces; 0: as measured here.
     step_time: float = 0.0
-    connection: HubConnection | None = None  # of a site
+    connection: HubConnection | None = None  # only for a site
 
     @property
     def rank(self) -> int:
-        """Its number among all training ranks, each of which trains on its part of the data."""
+        """The index of this rank among all training ranks, each of which trains on its part of the
+        data.
+        """
         return self.topology.group_index if self.site is None else self.site
 
     @property
@@ -96,8 +98,8 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces DDPStrategy's process handling with simulated ranks; comes after the strategy in the
-    bases. Call `play` before you make the Trainer.
+    """Replaces DDPStrategy's process handling with simulated ranks. In the bases, it must follow
+    the strategy. Call `play` before you make the Trainer.
     """
 
     simulated_rank: SimulatedRank
@@ -110,7 +112,7 @@ class SimulatedProcessesMixin(_Base):
         self.simulated_rank = rank
         federation = self._options.federation
         if federation is not None:
-            # This happens only now, because jsonargparse makes no subclass of a dataclass.
+            # This happens only now, because jsonargparse cannot make a subclass of a dataclass.
             simulated = SimulatedFederation(**vars(federation), connection=rank.connection)
             self._options = replace(self._options, federation=simulated)
 
@@ -139,9 +141,10 @@ class SimulatedProcessesMixin(_Base):
         world = self.simulated_rank.topology.world
         assert module is not None
 
-        # A function, which a copy of the module does not copy: it holds the strategy.
+        # This is a function, which copying the module does not copy, because it refers to the
+        # strategy.
         def gather(state: Tensor, group: Forwarded = None) -> list[Tensor]:
-            # As objects: the shapes may differ.
+            # They are gathered as objects, because the shapes may differ.
             return [state] if in_batch(module) else list(world.all_gather_object(state))
 
         for metric in (part for part in module.modules() if isinstance(part, Metric)):
@@ -197,7 +200,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# The course of a group
+# The history of a group
 
 
 if TYPE_CHECKING:
@@ -210,7 +213,7 @@ LAST = 10
 
 
 class Validation(NamedTuple):
-    """The metrics of one validation, and the inner step after which it came."""
+    """The metrics of a validation, and the inner step after which it took place."""
 
     step: int
     metrics: dict[str, float]
@@ -222,13 +225,13 @@ class Validation(NamedTuple):
 
 @dataclass
 class Group:
-    """The course of a worker group."""
+    """The history of a worker group."""
 
     losses: list[float] = field(default_factory=list)
     outer_loss: float | None = None
     bytes_sent: int = 0
     inner_steps: int = 0
-    # When each inner step was done, on the clock of the group.
+    # The time at which each inner step was completed, on the clock of the group.
     times: list[float] = field(default_factory=list)
     idle: list[int] = field(default_factory=list)
     launches: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -244,7 +247,7 @@ class Group:
 
 
 class RecorderMixin(_Callback):
-    """Records the course of a simulated group; calls ``stepped`` after every inner step."""
+    """Records the history of a simulated group; calls ``stepped`` after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
         self._rank = rank
@@ -254,7 +257,7 @@ class RecorderMixin(_Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the group the speed it would have on the real machines."""
+        """Sets the speed that the group would have on the real machines."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
@@ -262,7 +265,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Announces a new inner step before its first batch, and not before each batch."""
+        """Announces a new inner step before its first batch only."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
@@ -289,7 +292,9 @@ class RecorderMixin(_Callback):
             self._stepped()
 
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
-        """Records what is launched after the next inner step, which a pace decides during the run."""
+        """Records the launches after the next inner step, which a launch schedule may decide during
+        the run.
+        """
         next_step = engine.inner_steps + 1
         due = engine.rounds.timetable.due(next_step)
         if due:
@@ -302,7 +307,7 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluates the outer model, which the module now holds, on the group's last batches."""
+        """Evaluates the outer model, which the module now contains, on the group's last batches."""
         parameters = inspect.signature(pl_module.training_step).parameters
         can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
         if can_repeat and self._batches:
@@ -317,8 +322,8 @@ class RecorderMixin(_Callback):
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode without logging; random numbers and the mode of every
-    part come back.
+    """Puts a module into evaluation mode without logging. Afterwards, the random state and the mode
+    of every submodule are restored.
     """
     modes = [(part, part.training) for part in module.modules()]
     state = random_state()
@@ -337,7 +342,7 @@ def _quietly(module: nn.Module) -> Iterator[None]:
 # The configuration
 
 
-# For each distribution our module with its strategy, and the packages of its Trainer and its
+# For each distribution, our module with its strategy, and the packages of its Trainer and its
 # Fabric.
 _OURS = {
     "lightning": ("lightning_pytorch", "lightning.pytorch", "lightning.fabric"),
@@ -355,7 +360,7 @@ class SimulatedClasses(NamedTuple):
 
 @cache
 def simulated_classes(distribution: str) -> SimulatedClasses:
-    """Makes the strategy and the callback of a simulated worker group, for a distribution of
+    """Makes the strategy and the callback of a simulated worker group for a distribution of
     Lightning.
     """
     ours, trainer, fabric = _OURS[distribution]
@@ -401,7 +406,9 @@ class Configuration:
 
     @property
     def classes(self) -> SimulatedClasses:
-        """Returns those for the distribution of Lightning that the configured classes belong to."""
+        """Returns the classes for the distribution of Lightning to which the configured classes
+        belong.
+        """
         classes = [self.cli, self.model, self.data]
         for file in self.files:
             model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
@@ -417,7 +424,7 @@ class Configuration:
     def fit(
         self, rank: SimulatedRank, choices: Mapping[str, object], callback: "RecorderMixin | None"
     ) -> Internal:
-        """Parses the files and fits, as one group; without a callback only parses. Returns the
+        """Parses the files and fits as one group; without a callback, it only parses. Returns the
         LightningCLI.
         """
         ours = self.classes.strategy
@@ -451,7 +458,7 @@ class Configuration:
         return SimulatedCLI(**self._cli_arguments(), save_config_callback=None)
 
     def _cli_arguments(self) -> Numbers:
-        """Returns the arguments of the LightningCLI: the command line, and classes that are given."""
+        """Returns the arguments of the LightningCLI: the command line, and the given classes."""
         files = [f"--config={file}" for file in self.files]
         options = [f"--{argument}" for argument in self.arguments]
         arguments: Numbers = {"args": ["fit", *files, *options]}
@@ -482,7 +489,7 @@ def _is_bar(callback: object) -> bool:
 
 
 def _arguments_of(trainer: Trainer, choices: Mapping[str, object], rank: SimulatedRank) -> Numbers:
-    """Returns the strategy's arguments of a simulated group or site: from the files, with the
+    """Returns the arguments of the strategy of a simulated group or site, from the files and the
     choices.
     """
     arguments = {**_configured_arguments(trainer), **choices}
@@ -516,7 +523,7 @@ def _configured_arguments(trainer: Trainer) -> Numbers:
             " StreamingDiLoCoStrategy. Choose it in the configuration, or with --set"
             " trainer.strategy=streaming_diloco."
         )
-    # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
+    # Not dict(), which flattens nested values of a Namespace, such as a federation.
     arguments: Numbers = strategy.init_args.as_dict()
     processes = _number(trainer.devices) * _number(trainer.num_nodes)
     groups = _number(arguments["worker_groups"])
@@ -535,7 +542,7 @@ def _number(argument: object) -> int:
 
 
 def _federation_in_memory(federation: Numbers, site: int) -> Numbers:
-    """Returns the terms of the federation that the files name, and a hub in memory."""
+    """Returns the terms of the federation in the files, and a hub in memory."""
     configured = federation.get("init_args", federation)
     names = ("lease", "grace", "quorum", "late", "rounds")
     terms = {name: configured[name] for name in names if name in configured}
@@ -559,7 +566,7 @@ def class_at(path: str) -> type:
 
 
 def _class_named(path: str | None) -> type | None:
-    """Imports a class; returns None if there is none of that path."""
+    """Imports a class; returns None if the path does not exist."""
     try:
         return class_at(path) if path else None
     except ValueError:
@@ -593,8 +600,8 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the seconds of an inner step here, in the median group; None if there were not
-        two.
+        """Returns the seconds that an inner step took here, in the median group; None if there were
+        fewer than two.
         """
         medians = []
         for group in self.groups:
@@ -635,14 +642,15 @@ def check(
     choices: Mapping[str, object],
     site: int | None = None,
 ) -> Numbers:
-    """Refuses what the strategy would refuse, without making a model or data."""
+    """Refuses configurations that the strategy would refuse, without making a model or data."""
     require(groups >= 1, "groups", groups, "at least 1")
     turns: Turns[Internal] = Turns(1)
     rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
+    # Objects given by class paths have not been made yet, and "auto" settings are chosen in the
+    # run.
     plain_arguments: Numbers = {}
     for name, argument in arguments.items():
         if isinstance(argument, str | int | float | list | None) and argument != AUTO:
@@ -657,7 +665,7 @@ def live(
     choices: Mapping[str, object],
     stepped: Callable[[], None],
 ) -> tuple[Group, Run | None]:
-    """Runs one group to its end, in its thread. Only the first returns results that all groups
+    """Runs one group to its end in its thread. Only the first group returns results that all groups
     share.
     """
     recorder = configuration.classes.recorder(rank, stepped)

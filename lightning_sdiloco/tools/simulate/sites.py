@@ -25,8 +25,8 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """The conditions of worker groups or sites: links, speeds, and absences, each in the groups'
-    order.
+    """The conditions of worker groups or sites: links, speeds, and absences, each in the order of
+    the groups.
     """
 
     link: Link | None = None
@@ -71,7 +71,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Site:
-    """The course of a site: its rounds, and its weights in those that counted, by fragment."""
+    """The history of a site: its rounds, and its weights in those that counted, by fragment."""
 
     group: Group
     times: list[float]
@@ -146,9 +146,9 @@ class _Incarnation:
         self._hub = hub
         self._time = time
         self._number = number
-        self._times: list[float] = []  # when each inner step was done
+        self._times: list[float] = []  # when each inner step was completed
         self._ended = 0.0
-        self._joined: list[int] = []  # the rounds, by fragment, that had landed when it joined
+        self._joined: list[int] = []  # by fragment, the rounds that had landed when the site joined
         assert places.step_time is not None
         self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
         self._absences = places.absences_of(number)
@@ -182,7 +182,7 @@ class _Incarnation:
         choices: Mapping[str, object],
         stepped: Callable[[], None],
     ) -> tuple[Group, Run | None]:
-        """Runs the site from when it joins until it ends, in its thread."""
+        """Runs the site in its thread, from when it joins until it ends."""
         time = self._time
 
         def done() -> None:
@@ -197,7 +197,7 @@ class _Incarnation:
             time.ends(self._number)
 
     def _begins(self) -> None:
-        """Passes the time of an inner step, including absences, then launches and lands."""
+        """Advances time by an inner step, including absences, and then launches and lands."""
         self._joined = self._joined or self._applied()
         now = self._time.now
         self._time.passes(self._number, step_end(now, self._step_time, self._absences) - now)
@@ -207,7 +207,7 @@ class _Incarnation:
         return [round or 0 for round in self._connection.records.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
-        """Returns the site's course from the ledger: rounds that counted, were late, or were
+        """Returns the site's history from the ledger: rounds that counted, were late, or were
         missed.
         """
         applied = self._applied()

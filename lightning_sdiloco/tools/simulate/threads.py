@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Stopped(BaseException):
-    """Ends a thread because another thread failed, or Ctrl-C was pressed."""
+    """Ends a thread because another thread failed or Ctrl-C was pressed."""
 
 
 _State = tuple[State, int]
-"""The random state and the rank, of which a process has only one."""
+"""The random state and the rank, which exist only once per process."""
 
 
 def _restore(state: _State) -> None:
@@ -41,7 +41,7 @@ class Turns(Generic[Result]):
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
-        # The condition that each thread waits for; None if it has ended.
+        # The condition for which each thread waits; None if the thread has ended.
         self._waits: list[Callable[[], bool] | None] = [lambda: True] * count
         self._turn: int | None = None  # the thread that may run
         self._local = threading.local()  # `seat`: the number of this thread
@@ -50,7 +50,7 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one function in each thread, all from the caller's random numbers, which it
+        """Runs one function in each thread, all with the caller's random state, which it
         restores.
         """
         state = random_state(), 0
@@ -78,7 +78,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Gives the other threads their turns until a condition holds."""
+        """Gives the other threads their turns until a condition is true."""
         self._go_on()
         if ready():
             return
@@ -92,7 +92,9 @@ class Turns(Generic[Result]):
         self._away[seat] += time.perf_counter() - left
 
     def seconds(self) -> float:
-        """Reads this thread's clock, which is stopped while other threads have their turns."""
+        """Returns the time on this thread's clock, which is stopped during the turns of other
+        threads.
+        """
         return time.perf_counter() - self._away[self._local.seat]
 
     def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
@@ -110,13 +112,13 @@ class Turns(Generic[Result]):
         self._pass_on(seat)
 
     def _wait_for(self, seat: int) -> None:
-        """Blocks this thread until it has its turn, or another one has failed."""
+        """Blocks this thread until its turn, or until another thread has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == seat or self._failure is not None)
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can continue, and fails if all of them are
+        """Gives the turn to the next thread that can continue, and fails if all threads are
         waiting.
         """
         waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
@@ -150,7 +152,7 @@ Until = Callable[[Callable[[], bool]], None]
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     """Makes the topologies of worker groups of one rank each, whose threads take turns."""
     meetings: dict[int, _Meeting] = defaultdict(_Meeting)
-    # How many messages each group has posted on each exchange, by engine.
+    # The number of messages that each group has posted on each exchange, by engine.
     controls, progresses, payloads, second_hops = (
         defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4)
     )
@@ -164,7 +166,7 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
             progress=TurnTakingExchange(topology.progress, group, progresses, until),
             exchange=TurnTakingExchange(topology.exchange, group, payloads, until),
             second_hop=TurnTakingExchange(topology.second_hop, group, second_hops, until),
-            # Inline: another group does its part when it has its turn.
+            # Flights run inline: another group does its part in its own turn.
             background=InlineBackground.connect(1)[0],
         )
         topologies.append(in_turns)
@@ -178,7 +180,7 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
-    """The communicator of all groups: each operation is a meeting, in the order of the program."""
+    """The communicator of all groups. Each operation is a meeting, in the order of the program."""
 
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
@@ -202,9 +204,7 @@ class SimulatedWorld(Communicator):
         tensor.copy_(parts[source])
 
     def _meet(self, operation: str, value: Value) -> list[Value]:
-        """Waits until all groups have brought a value, and returns the values in the order of
-        ranks.
-        """
+        """Waits until all groups have provided a value, and returns the values in rank order."""
         meeting = self._meetings[self._number]
         meeting.brought[self._rank] = operation, value
         self._until(lambda: len(meeting.brought) == self.size)
@@ -239,7 +239,7 @@ class TurnTakingExchange(Exchange[tuple[int, object]]):
         super().__init__(exchange.num_groups)
         self._exchange = exchange
         self._group = group
-        # How many messages each group has posted.
+        # The number of messages that each group has posted.
         self._posted_by_engine = posted_by_engine
         self._posted = posted_by_engine[engine]
         self._until = until
