@@ -257,8 +257,6 @@ def of_rounds() -> Iterator[Claim]:
     yield Table(CHOOSING, ["fit", "H=10", "H=20"], rows)
     same_seed = Comparison("H=10", ten.ours, [by_itself(2).ours[0]])
     yield Sentence(CHOOSING, "H=10 gained # % over H=20", [-mean(same_seed.percent)])
-    numbers = means(*(elementwise(4, length) for length in (20, 50, 100)))
-    yield Sentence(CHOOSING, "four groups were #, # and # % behind DDP with an H of", numbers)
 
 
 def _ten_for_two() -> Comparison:
