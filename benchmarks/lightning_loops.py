@@ -32,7 +32,7 @@ def streaming(rank: Rank) -> dict[str, Any]:
 
 
 def streaming_defaults(rank: Rank) -> dict[str, Any]:
-    """Ours with H, and its defaults for the rest; the end is that of the final exchange."""
+    """Ours with H and otherwise default settings; the end includes the final exchange."""
     return _whole_fit(
         rank, StreamingDiLoCoStrategy(sync_every=rank.case.sync_every, timeout=TIMEOUT)
     )

@@ -238,7 +238,7 @@ def on_several(name: str, number: int, place: Place, rank: int, world_size: int)
 
 
 def compared(groups: Groups, name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Measures the step of ours and of DDP over that of Trainers that know of nobody."""
+    """Measures the step of ours and of DDP relative to that of independent Trainers."""
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     sync_every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
     steps = sync_every * rounds + 1
@@ -248,7 +248,7 @@ def compared(groups: Groups, name: str, place: Place, rank: int, world_size: int
         "devices": [rank] if place.is_cuda and groups.backend is None else 1,
     }
     timed = partial(step_times, size, batch, rank)
-    # Processes that know of nobody, side by side like the groups after them.
+    # Independent processes, side by side like the groups after them.
     nodes = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
     plain = timed(steps, sync_every, **common)
     os.environ.update(nodes)
@@ -262,7 +262,7 @@ def compared(groups: Groups, name: str, place: Place, rank: int, world_size: int
     )
     streaming = timed(steps, sync_every, strategy=strategy, **common)
     totals = strategy.report()
-    # DDP on the same way between the processes, in as few steps as show what one takes.
+    # DDP over the same connection between the processes, with only enough steps to time one.
     ddp = timed(8, 3, strategy=DDPStrategy(process_group_backend=groups.backend), **common)
     return {
         "model": name,

@@ -242,9 +242,9 @@ class Progress:
             self.applied = start
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
-        """Takes in the position of a hub, which sends all records after the applied one again.
-        Those that were heard before, and have not landed, may not have happened in its run: they
-        are of another hub, or were rolled back.
+        """Takes in the position of a hub, which resends all records after the applied one. Earlier
+        records that have not landed may not exist in its run, because they are from another hub or
+        were rolled back.
         """
         is_same_run = closed in [record.position for record in self.records.values()]
         self.records = {

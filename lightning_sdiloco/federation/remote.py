@@ -141,7 +141,7 @@ class RecordQueue:
     Attributes:
         applied: The last round of every fragment that has landed; None without a state.
         kept_from: The first round of every fragment whose payloads the hub keeps.
-        fetching: Records whose payloads are being fetched, by key.
+        fetching: The records whose payloads are being fetched, by key.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class RecordQueue:
             self._waiting.append(record)
 
     def welcome(self, welcome: Welcome) -> None:
-        """Starts over: after a welcome, the hub sends all records again, except those that were
+        """Starts over, because the hub resends all records after a welcome, except those that were
         rolled back.
         """
         self.kept_from = welcome.kept
@@ -545,7 +545,7 @@ class HubConnection:
                 # Early payloads that do not count are not needed.
                 if early.fragment == record.fragment and early.round <= record.round:
                     del self._early[key]
-            # A record of an earlier connection comes again, or did not happen in a run that was
+            # A record of an earlier connection arrives again, or does not exist in a run that was
             # founded again or rolled back.
             if self.records.fetching.pop(record.key, None) or self._rank:
                 self._close(record, blobs)

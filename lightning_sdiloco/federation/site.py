@@ -208,7 +208,7 @@ class SharedConnection:
         for kind, fields in plain_events:
             event: SiteEvent = read(SITE_EVENTS[kind], fields, kind.lower())
             if isinstance(event, Welcomed):
-                # The hub sends all records again, except those that were rolled back.
+                # The hub resends all records, except those that were rolled back.
                 self._fetching.clear()
             if isinstance(event, Called) and event.own and not self._leads:
                 self.hub.prefetch(event.own)
@@ -437,7 +437,7 @@ class FederatedWorld:
         launch = launch._replace(
             buffers=buffers,
             is_dense=self._rounds.timetable.schedule.is_dense_round(begun.round),
-            # A site cannot know what others have changed: it sends what it has changed itself.
+            # A site cannot know what others have changed, so it sends its own changes.
             travelling=tuple(fragment.untrained.changed_since(buffers)),
             step_time=self._rounds.step_clock.seconds,
         )
@@ -710,9 +710,7 @@ class FederatedWorld:
             _log.warning("This site points against the others: %s", AGAINST_OTHERS)
 
     def _commit(self, record: Record, stepped: Stepped, action: MergeAction, steps: int) -> None:
-        """Does to the values of a fragment what an action says, ``steps`` inner steps after the
-        launch.
-        """
+        """Applies an action to the values of a fragment, ``steps`` inner steps after the launch."""
         fragment = self._fragments[record.fragment]
         arrival = stepped.arrival
         if action is MergeAction.CARRY:
@@ -728,7 +726,7 @@ class FederatedWorld:
         if not mixes:
             arrival = arrival._replace(rule=Mix(0.0), gathered=[stepped.outer])
         elif not landing.counted:
-            # If no site has trained, nothing moves.
+            # If no site has trained, nothing changes.
             arrival = arrival._replace(rule=Mix(1.0))
         fragment.land(arrival, steps, final=record.final)
         if self.follower.site in record.without_buffers:

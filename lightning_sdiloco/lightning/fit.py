@@ -408,8 +408,8 @@ class Fit(FitState):
             )
         self.requests.ask(self.signals.received)
         if engine.rounds.timetable.due(engine.inner_steps + 1):
-            # This comes before the launch: groups that wait for this one must make the same launch,
-            # and this group waits for its landing.
+            # This comes before the launch, because groups that wait for this one must make the same
+            # launch, and this group waits for its landing.
             self.groups.meet()
         counts = self.counts
         self.counts = BatchCounts()
@@ -517,8 +517,7 @@ class Fit(FitState):
         if self.engine is None or self.groups.failed:
             return []
         self.groups.meet()
-        # Hooks at the end of the last epoch may have replaced parameters, with which all groups end
-        # alike.
+        # Hooks at the end of the last epoch may have replaced parameters, and all groups end alike.
         cut_model = self.engine.fragmented_model.cut_model
         if not self.engine.is_finished and self._any_rank(bool(cut_model.new())):
             self._recut_or_take(self.engine, must_recut=True)

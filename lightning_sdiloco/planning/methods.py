@@ -666,7 +666,9 @@ class _Play:
         return arrived
 
     def _over_leg(self, fragment: int, leg: Sequence[int], launched: float) -> float:
-        """Averages the groups of a leg; returns when they have the messages of the first hop."""
+        """Averages the groups of a leg; returns the time at which they have the messages of the
+        first hop.
+        """
         link = self._link
         if len(leg) < len(self._groups):
             link = _slowest([self._lines[group] for group in leg])

@@ -45,9 +45,9 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts utilisation, bytes and bandwidth of a run with a number of inner steps."""
+    """Predicts the utilisation, bytes and bandwidth of a run with a number of inner steps."""
 
-    @cache  # the searches for all targets begin alike
+    @cache  # the searches for all targets begin with the same bandwidths
     def utilisation(exponent: float) -> float:
         return method.utilisation(replace(link, gbit_s=10**exponent))
 
@@ -61,8 +61,9 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(utilisation: Callable[[float], float], target: float) -> float | None:
-    """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
-    thousandth; None if none. The utilisation is that of the logarithm of a bandwidth.
+    """Finds the lowest bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
+    thousandth; None if there is none. The utilisation is a function of the logarithm of the
+    bandwidth.
     """
     low = -6.0
     high = 4.0
