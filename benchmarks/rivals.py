@@ -218,14 +218,16 @@ def rates_of(method: str, quick: bool) -> Sequence[float]:
 
 
 def plans_of_whole_runs(quick: bool, rows: list[Row]) -> Iterator[list[Plan]]:
-    """Yields the runs that are made at the same time."""
-    for sites in SITES[:1] if quick else SITES:
-        wanted = [method for method in methods(quick) if sites in METHODS[method].sites]
-        waiting = [method for method in wanted if METHODS[method].waits]
+    """Yields the runs that are made at the same time, first those that have the machine to
+    themselves.
+    """
+    numbers_of_sites = SITES[:1] if quick else SITES
+    waiting = [method for method in methods(quick) if METHODS[method].waits]
+    for sites, method in product(numbers_of_sites, methods(quick)):
+        if sites in METHODS[method].sites and method not in waiting:
+            yield [whole_run(quick, method, sites, rows, beside=0)]
+    for sites in numbers_of_sites:
         yield [whole_run(quick, method, sites, rows, beside=len(waiting) - 1) for method in waiting]
-        for method in wanted:
-            if method not in waiting:
-                yield [whole_run(quick, method, sites, rows, beside=0)]
 
 
 def whole_run(quick: bool, method: str, sites: int, rows: list[Row], beside: int) -> Plan:

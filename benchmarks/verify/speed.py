@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from benchmarks import loss_over_time, slow_links, wire_bytes
+from benchmarks import rivals, slow_links, wire_bytes
 from benchmarks.models import Size
 from benchmarks.training import parameters
 from benchmarks.verify.claims import AtLeast, AtMost, Claim, Expected, Sentence, Table
@@ -22,78 +22,41 @@ from benchmarks.verify.results import (
 SITES = (2, 4)
 
 
-def of_loss_over_time() -> Iterator[Claim]:
-    """The headline: loss_over_time.json."""
-    best = _best()
-    ends = [_seconds_to_target(), _end("ddp")["seconds"]]
-    late = _end("torchft")["loss"] - _end("ddp")["loss"]
-    pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
-    yield Sentence(README, pattern, [*ends, late, _end("torchft")["seconds"]])
-    yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)
-    beside = [ends[0] / _end("torchft")["seconds"]]
-    yield Sentence(BENCHMARKS, "a tenth of DDP's time, and in # of torchft's", beside)
-    yield Table(BENCHMARKS, ["method", "MB sent per rank", "seconds"], _rows_of_ends())
-    stopped = best["ddp_powersgd"]
-    steps = [_end("ddp_powersgd")["step"], stopped["steps"]]
-    yield Sentence(BENCHMARKS, "PowerSGD was stopped at step # of #", steps)
-    rows = results("loss_over_time")["rows"]
-    (alone,) = [row for row in rows if row["method"] == "ddp" and not row["beside"]]
-    slower = 100 * (1 - alone["step_seconds"] / best["ddp"]["step_seconds"])
-    yield Sentence(BENCHMARKS, "when it ran by itself, its steps took # % less time", [slower])
+def of_rivals() -> Iterator[Claim]:
+    """The table of methods: rivals.json."""
+    rows = results("rivals")["rows"]
+    table: dict[str, list[float]] = {}
+    for name, method in rivals.METHODS.items():
+        table[method.label] = []
+        for sites in method.sites:
+            last = rivals.row_of(rows, "whole", name, sites)["points"][-1]
+            table[method.label] += [last["loss"], last["seconds"], last["bytes"] / 1e6]
+    yield Table(BENCHMARKS, ["method", "loss, M=2"], table)
+    rates = {}
+    for name, method in rivals.METHODS.items():
+        if name not in rivals.SAME_RATE:
+            rates[method.label] = _rates_and_losses(rows, name)
+    yield Table(BENCHMARKS, ["method", "rates: losses"], rates)
 
 
-def _best() -> dict[str, Any]:
-    """Returns the run of each method at its better rate."""
-    return loss_over_time.best(results("loss_over_time")["rows"])
+def _rates_and_losses(rows: Any, method: str) -> list[float]:
+    numbers = []
+    for row in rows:
+        if row["stage"] == "rates" and row["method"] == method and "points" in row:
+            numbers += [row["case"]["lr"], rivals.final(row)]
+    return numbers
 
 
-def _end(method: str) -> Any:
-    return _best()[method]["points"][-1]
+def _end(method: str, sites: int = 2) -> Any:
+    return rivals.row_of(results("rivals")["rows"], "whole", method, sites)["points"][-1]
 
 
 def _seconds_to_target() -> float:
-    """Returns when ours is as good as DDP at its end."""
-    target = loss_over_time.final(_best()["ddp"])
-    seconds = loss_over_time.seconds_to(_best()["streaming_defaults"], target)
+    """Returns when ours is as good as DDP at its end, with two sites."""
+    run = rivals.row_of(results("rivals")["rows"], "whole", "bare_name", 2)
+    seconds = rivals.seconds_to(run, _end("ddp")["loss"])
     assert seconds is not None, "the page says that it gets there"
     return seconds
-
-
-def _rows_of_ends() -> dict[str, list[float]]:
-    labels = {
-        "streaming_defaults": "Streaming DiLoCo",
-        "torchft": "torchft DiLoCo, fp32",
-        "ddp": "DDP",
-        "ddp_powersgd": "PowerSGD, rank 2, stopped",
-    }
-    table = {}
-    for method, label in labels.items():
-        point = _end(method)
-        table[label] = [point["bytes"] / 1e6, point["seconds"], point["loss"]]
-    return table
-
-
-def of_run_over_time() -> Iterator[Claim]:
-    """The settings of the headline, and its waits: loss_over_time.json."""
-    ours = _best()["streaming_defaults"]
-    case = ours["case"]
-    numel = parameters(Size(**case["size"]))
-    link = [ours["mbit_s"], 1000 * slow_links.ROUND_TRIP]
-    pattern = "# parameters, sync_every=#, two sites, # Mbit/s, # ms round trip"
-    for page in (README, INDEX):
-        yield Sentence(page, pattern, [numel, case["sync_every"], *link])
-    tokens = case["steps"] * loss_over_time.SITES * case["batch"] * case["size"]["context"]
-    pattern = "# Mbit/s, # ms round trip, # parameters, # tokens per parameter, sync_every=#"
-    numbers = [*link, numel, tokens / numel, case["sync_every"]]
-    yield Sentence(BENCHMARKS, pattern, numbers)
-    step = loss_over_time.without_exchange(results("loss_over_time")["rows"]) or 0.0
-    yield Sentence(BENCHMARKS, "Without any exchange, it takes # s", [step * ours["steps"]])
-    report = ours["told"]
-    launches = case["fragments"] * (ours["steps"] // case["sync_every"])
-    flight = 1000 * report["in_flight_s"] / launches
-    pattern = "Our run waits # of its # s, because five steps of # ms cannot hide a flight of # ms"
-    numbers = [report["exposed_wait_s"], _end("streaming_defaults")["seconds"], 1000 * step, flight]
-    yield Sentence(BENCHMARKS, pattern, numbers)
 
 
 def of_slow_links() -> Iterator[Claim]:

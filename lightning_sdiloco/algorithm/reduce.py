@@ -307,7 +307,7 @@ class TwoShot:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(
-                f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'."
+                f"backend={self.backend!r} is unknown. It must be 'gloo' (the default) or 'nccl'."
             )
         if not isinstance(self.parts, str):
             parts = _numbers("parts", self.parts, may_be_zero=True)

@@ -83,7 +83,7 @@ class Exchange(ABC, Generic[Posted]):
 
     @abstractmethod
     def channel(self, engine: int) -> "Exchange[Posted]":
-        """Returns an exchange between the same groups whose messages reach only the engine with
+        """Returns a new exchange between the same groups. Its messages reach only the engine with
         this number.
 
         Messages of different engines never mix, regardless of the order in which they are posted. 0

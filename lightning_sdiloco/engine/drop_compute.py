@@ -270,9 +270,9 @@ def best_drop(
     overhead that no rank can shorten. With a budget, a rank that is late before a micro-batch drops
     this one and those after it, except for the last, which synchronises; the first one is never
     late. If this shortens the step by the share ``s`` and drops the share ``d`` of the
-    micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598, and its code). If few
-    ranks vary much, the optimum is flat and noisy, and drops most micro-batches. For this reason,
-    ``d`` is limited.
+    micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598, and its code). With few
+    ranks whose times vary widely, the optimum is flat and noisy, and would drop most micro-batches.
+    For this reason, ``d`` is limited.
 
     Args:
         times: The seconds of every micro-batch: ``times[rank][step][micro-batch]``.

@@ -759,7 +759,7 @@ class _UntrainedMessages:
         self._topology = topology
 
     def post(self) -> Any:
-        """Starts to send the state of this group."""
+        """Starts sending this group's state."""
         topology = self._topology
         exchange = topology.second_hop
         pieces = [to_bytes(self._launch.buffers[index]) for index in self._travelling]

@@ -126,8 +126,8 @@ def with_direction(
 
 
 def suits(model: nn.Module) -> bool:
-    """Returns whether mapping matrices is known to help a model, as for a language model that
-    trains most of its parameters.
+    """Returns whether mapping matrices is known to help such a model, as it does for a language
+    model that trains most of its parameters.
 
     Models that were fine-tuned with LoRA learned less with mapped matrices, and networks for
     regression far less.

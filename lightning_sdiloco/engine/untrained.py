@@ -168,7 +168,7 @@ def kinds_of(
 
 
 def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
-    """Chooses the kind if no pattern of the user matches; see [Note: kinds of untrained state]."""
+    """Chooses the kind if none of the user's patterns match; see [Note: kinds of untrained state]."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained_bytes = 4 * sum(parameter.numel() for parameter in trained)
     most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)

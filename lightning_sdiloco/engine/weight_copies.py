@@ -453,7 +453,7 @@ class _Twin(NamedTuple):
             self.optimizer.step()
 
     def entries(self) -> dict[str, list[Tensor]]:
-        """Returns the entries of the state that have the shape of the parameters, by name."""
+        """Returns the entries of the state whose shapes match the parameters, by name."""
         entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):

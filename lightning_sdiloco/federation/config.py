@@ -73,8 +73,8 @@ class Federation:
             which encodes the mean again and sends it to all sites, so that what a site fetches does
             not grow with the number of sites.
         sites: The number of hosts that found the run. If it is given together with a ``hub``, the
-            hub starts itself at that address. None: the number that the launcher provides,
-            or, with a ``hub``, an operator has started the hub.
+            hub starts itself at that address. None: the number that the launcher provides.
+            With a ``hub``, None means that an operator has started it.
         folder: The folder for the ledger, payloads and keys of a hub that starts itself.
             None: ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
 

@@ -384,7 +384,9 @@ class Ledger:
         self._member(contribution.site, incarnation)
         fragment = contribution.fragment
         if not 0 <= fragment < self.terms.fragments:
-            raise Refused(f"there is no fragment {fragment}, only {self.terms.fragments}")
+            raise Refused(
+                f"there is no fragment {fragment}: the run has {self.terms.fragments} fragments"
+            )
         closed = self.closed[fragment]
         if contribution.round > closed.round + 1:
             raise Refused(

@@ -113,8 +113,8 @@ class DynamicBackup(Quorum):
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
             raise ValueError(
-                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share"
-                " of the sites. Choose a different value for least; the default is 0.5. For a"
+                f"least={self.least!r} is out of range: it is a share of the sites, so it must be"
+                " above 0 and at most 1. Choose a different value for least; the default is 0.5. For a"
                 " number of sites, give Federation(quorum=3)."
             )
 

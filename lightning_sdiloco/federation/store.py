@@ -242,7 +242,7 @@ def _make(path: Path) -> None:
     except (OSError, sqlite3.Error) as error:
         new.unlink(missing_ok=True)
         raise LedgerError(
-            f"The ledger {path} cannot be made ({error}): its folder must exist."
+            f"The ledger {path} could not be created ({error}). Its folder must exist."
         ) from error
 
 

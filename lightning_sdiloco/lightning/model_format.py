@@ -266,7 +266,7 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
             if near:
                 advice = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have."
+                f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not accept."
                 f" {advice}"
             )
 

@@ -54,7 +54,7 @@ def hub(
         metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz;
             none by default. Anyone who can reach that port can read them.
         quorum: Your own quorum that sites may use to found the run: module.Class, in a module that
-            Python finds here. No other quorum that a site names is imported; this package's own
+            Python finds here. If a site names any other quorum, it is not imported. This package's own
             quorums are always allowed.
         backups: A folder on a different disk for copies of the ledger and payloads, made while the
             run continues. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.

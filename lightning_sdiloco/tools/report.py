@@ -170,8 +170,8 @@ def waited_for(run: Run) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Returns the link at the rate of all messages that ranks waited for; None if
-    there were none.
+    """Returns a link whose bandwidth is the rate of all messages that ranks waited for, or None if
+    ranks waited for none.
     """
     bits = 0.0
     seconds = 0.0

@@ -814,7 +814,7 @@ def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
 
 
 def draw_sites(run: FederatedRun, figure: "Figure") -> None:
-    """Draws a federation: the loss of every site over inner steps, and over virtual time."""
+    """Plots a federation: the loss of every site over inner steps and over virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):

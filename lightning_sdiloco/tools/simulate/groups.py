@@ -530,8 +530,8 @@ def _configured_arguments(trainer: Trainer) -> Numbers:
     if 0 < groups < processes:
         raise ValueError(
             f"The configuration has {groups} worker groups for {processes} processes. A simulated"
-            " group is one rank. Give it the batch size of a whole group, and as many"
-            " trainer.devices as groups, with --set."
+            " group is one rank. With --set, give it the batch size of a whole group, and set"
+            " trainer.devices to the number of groups."
         )
     return arguments
 
