@@ -29,7 +29,7 @@ def of_rivals() -> Iterator[Claim]:
     for name, method in rivals.METHODS.items():
         table[method.label] = []
         for sites in method.sites:
-            last = rivals.row_of(rows, "whole", name, sites)["points"][-1]
+            last = _end(name, sites)
             table[method.label] += [last["loss"], last["seconds"], last["bytes"] / 1e6]
     yield Table(BENCHMARKS, ["method", "loss, M=2"], table)
     rates = {}
@@ -37,6 +37,40 @@ def of_rivals() -> Iterator[Claim]:
         if name not in rivals.SAME_RATE:
             rates[method.label] = _rates_and_losses(rows, name)
     yield Table(BENCHMARKS, ["method", "rates: losses"], rates)
+    alone = min(rates[rivals.METHODS["bare_name"].label][1::2])
+    yield Sentence(BENCHMARKS, "H=# for four sites, and reaches #: DDP's loss", [10, alone])
+
+
+def of_headline() -> Iterator[Claim]:
+    """The headline of the README and the index: rivals.json."""
+    ours = _run("bare_name")
+    case = ours["case"]
+    numel = parameters(Size(**case["size"]))
+    link = [ours["mbit_s"], 1000 * rivals.ROUND_TRIP]
+    ends = [_seconds_to_target(), _end("ddp")["seconds"]]
+    others = [_end("torchft")["loss"] - _end("ddp")["loss"], _end("torchft")["seconds"]]
+    pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
+    yield Sentence(README, pattern, [*ends, *others])
+    settings = "# parameters, two sites, # Mbit/s, # ms round trip"
+    yield Sentence(README, settings, [numel, *link])
+    yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)
+    yield Sentence(INDEX, settings, [numel, *link])
+    pattern = "two sites reach DDP's final loss in # s, and DDP needs # s"
+    yield Sentence(BENCHMARKS, pattern, ends)
+    above = 100 * (_end("bare_name", 4)["loss"] / _end("ddp", 4)["loss"] - 1)
+    seconds = [_end(method, 4)["seconds"] for method in ("bare_name", "ddp")]
+    pattern = "our loss is # % above DDP's, in # instead of # s"
+    yield Sentence(BENCHMARKS, pattern, [above, *seconds])
+    pattern = "The link has # Mbit/s and a round trip of # ms; the model has # parameters"
+    yield Sentence(BENCHMARKS, pattern, [*link, numel])
+    pattern = "With four sites, it ends # % above DDP's loss, in # instead of # s"
+    yield Sentence(README, pattern, [above, *seconds])
+    probes = []
+    for sites in SITES:
+        sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
+        probes.append((sent[0] - sent[1]) / 1e6)
+    yield Sentence(BENCHMARKS, "which sent # and # MB per rank", probes)
+    assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
 def _rates_and_losses(rows: Any, method: str) -> list[float]:
@@ -47,14 +81,17 @@ def _rates_and_losses(rows: Any, method: str) -> list[float]:
     return numbers
 
 
+def _run(method: str, sites: int = 2) -> Any:
+    return rivals.row_of(results("rivals")["rows"], "whole", method, sites)
+
+
 def _end(method: str, sites: int = 2) -> Any:
-    return rivals.row_of(results("rivals")["rows"], "whole", method, sites)["points"][-1]
+    return _run(method, sites)["points"][-1]
 
 
 def _seconds_to_target() -> float:
     """Returns when ours is as good as DDP at its end, with two sites."""
-    run = rivals.row_of(results("rivals")["rows"], "whole", "bare_name", 2)
-    seconds = rivals.seconds_to(run, _end("ddp")["loss"])
+    seconds = rivals.seconds_to(_run("bare_name"), _end("ddp")["loss"])
     assert seconds is not None, "the page says that it gets there"
     return seconds
 
