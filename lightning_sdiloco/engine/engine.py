@@ -87,52 +87,56 @@ class StreamingDiLoCo:
     Args:
         model: The model to train, wrapped in ``DistributedDataParallel`` if a worker group has
             several ranks.
-        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group.
+        worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
             ``"auto"``: one per process. Pass a `WorkerGroups` if you wrapped the model with its
             process group.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper);
-            < ``sync_every``. None: five, or as many as fit into shorter rounds.
-        mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``;
-            or a `LandingRule`, such as `Carry`.
-        fragments: ``"strided"`` or ``"sequential"``, optionally with the number of repeated blocks
-            per fragment, as in ``"strided:3"`` (by default an eighth of the blocks, one to three,
-            or more to make at most 32 fragments); ``"balanced"``; a number of fragments of equal
-            size; or a list of lists of shell-style name patterns.
-        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a
-            `Compression`.
-        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``,
-            ``"auto"`` chooses based on the number of groups, ``sync_every`` and the compression.
-        outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
-        outer_optimizer: A callable from the flat float32 shards, one per fragment, to an
-            elementwise optimizer, which replaces the SGD; or an `OuterOptimizer`, with schedule,
-            clipping, guard and offload.
-        exchange: How outer gradients become their mean in every group: ``"gather"``,
-            ``"two_shot"``, ``"auto"``, each optionally with the suffix ``":nccl"``, or a `TwoShot`.
+        sync_every: The inner steps between two launches of the same fragment (H in the paper).
+        overlap_steps: The inner steps from the launch of a fragment to its landing (tau in the
+            paper), below ``sync_every``. None: five, or as many as fit into shorter rounds.
+        mixing: The share of the local parameters that is kept on landing (alpha in the paper), from
+            0 to 1, or a `LandingRule` such as `Carry`. Here and for ``outer_lr`` and
+            ``outer_momentum``, ``"auto"`` chooses based on the number of groups, ``sync_every`` and
+            the compression.
+        fragments: How the model is divided: ``"strided:3"`` or ``"sequential:3"``, with the number
+            of repeated blocks per fragment (by default an eighth of the blocks, one to three, or
+            more to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size
+            as ``"strided"`` makes; a number of fragments of equal size; or a list of lists of
+            shell-style patterns for parameter names, one list per fragment.
+        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, such
+            as ``"fp4"``, or a `Compression`.
+        outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
+        outer_momentum: The momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
+            optimizer that works elementwise; it replaces the Nesterov SGD. Alternatively, an
+            `OuterOptimizer`, which also sets a rate schedule, clipping, a guard against outliers,
+            and where outer state is kept.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
+            ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or a
+            `TwoShot`.
         dense_beginning: A `DenseBeginning`, which makes groups exchange more often in the first
-            rounds. None: no dense beginning.
-        schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner
-            steps.
-        weighing: How much each group counts in a mean, as a `Weighing`; None: in proportion to the
-            inner steps it trained.
-        route: Which groups each group exchanges with in a round, such as `RandomPairs`; None: all
-            groups. With a route, groups hold their own outer parameters, and showing the outer
-            model requires `group_mean`.
-        untrained: The treatment of buffers and frozen parameters, by name patterns: ``"mean"``,
-            ``"first"`` or ``"own"``. By default, statistics of normalization layers are averaged,
-            other buffers are those of the first group, and large buffers and frozen parameters are
-            each group's own.
+            rounds. None: none.
+        schedule: When fragments launch: a `LaunchSchedule` such as `Selective`. None: every
+            ``sync_every`` inner steps.
+        weighing: How much each group counts in a mean: a `Weighing`. None: in proportion to the
+            inner steps that it trained.
+        route: The groups with which each group exchanges in a round: a `Route` such as
+            `RandomPairs`. None: all groups. With a route, groups have different outer parameters,
+            and you need `group_mean` to show the outer model.
+        untrained: The treatment of buffers and frozen parameters, by patterns of their names:
+            ``"mean"``, ``"first"`` or ``"own"``. None: statistics of normalization layers are
+            averaged, other buffers are taken from the first group, and large buffers and frozen
+            parameters are each group's own.
         timeout: How long a fragment may be in flight.
-        federation: The `Federation` that these separately launched ranks join as a site; None: all
-            groups are launched together.
-        inner_optimizers: The optimizers of your loop. `save` keeps their state; non-finite values
-            in it are reset, and their copies of the weights follow landings.
+        federation: The `Federation` that these separately launched ranks join as a site. None: all
+            worker groups are launched together.
+        inner_optimizers: The optimizers of your loop. `save` includes their state. Values in it
+            that are not finite are reset, and landings also move the copies of the weights that
+            they keep.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be cut as requested, or ranks
-            differ in either; or if an inner optimizer keeps a copy of the weights outside its
-            state.
+        ValueError: If an argument is out of range, the model cannot be divided as requested, ranks
+            differ in either, or an inner optimizer keeps a copy of the weights outside its state.
         TypeError: If an argument is unknown.
 
     Examples:
@@ -234,11 +238,12 @@ class StreamingDiLoCo:
     def step(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
     ) -> Turns[list[Landing]]:
-        """Counts an inner step, starts due launches, and makes and returns due landings.
+        """Counts an inner step, launches and lands the fragments that are due, and returns the
+        landings.
 
         Args:
-            trained: The number of micro-batches that this rank trained in this inner step. They
-                weight the groups in the next mean of every fragment, so all groups must count in
+            trained: The number of micro-batches that this rank trained in this inner step. Groups
+                are weighted by it in the next mean of every fragment, so all groups must count in
                 the same unit.
             idle: Whether this group did not train in this inner step, for instance because its data
                 has ended; equivalent to ``trained=0``. All ranks of a group must pass the same
@@ -248,9 +253,9 @@ class StreamingDiLoCo:
 
         Raises:
             ValueError: If ``trained`` is not a whole number of at least 0.
-            ExchangeError: If a worker group went away, or did not answer within ``timeout``.
-            AgreementError: If the groups hold different outer parameters, or a group's values stay
-                non-finite.
+            ExchangeError: If a worker group stopped, or did not answer within ``timeout``.
+            AgreementError: If the groups have different outer parameters, or a group's values
+                remain non-finite.
         """
         self._require_open("step()")
         self.watch.end()
@@ -279,13 +284,13 @@ class StreamingDiLoCo:
 
     @takes_turns
     def finish(self) -> Turns[list[Landing]]:
-        """Ends training: lands fragments in flight, takes the mean of all local progress, and
-        leaves the outer model.
+        """Ends training: lands the fragments in flight, averages all local progress, and leaves the
+        outer model.
 
-        Every fragment then takes the plain mean of the groups' local parameters, in float32,
-        without the outer learning rate and momentum. The model ends with the outer parameters,
-        bit-identical in every group, and without gradients. Returns the landings, except the final
-        exchange. A second call does nothing.
+        After the landings, every fragment takes the plain mean of the groups' local parameters, in
+        float32, without the outer learning rate and momentum. The model then contains the outer
+        parameters, which are bit-identical in every group, and no gradients. Returns the landings,
+        except those of the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -312,13 +317,13 @@ class StreamingDiLoCo:
         if self.site is None:
             self.rounds.is_ending = True
             self.fragmented_model.spare = None
-        # A site's landings until its end also go into its records.
+        # A site's landings until its end also change its records.
         self.fragmented_model.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
 
     def leave(self) -> list[Landing]:
-        """Ends training early: a site's held training is sent and counts. Returns the landings; see
-        `close`.
+        """Ends training early. A site first sends the training that it holds, so that it counts.
+        Returns the landings; see `close`.
         """
         landed = self.history.land(self.loop.leave(self.inner_steps))
         self.close()
@@ -343,7 +348,7 @@ class StreamingDiLoCo:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` was called: the model holds the outer parameters."""
+        """Whether `finish` was called, so that the model contains the outer parameters."""
         return self.fragmented_model.view.has_ended
 
     @property
@@ -353,20 +358,18 @@ class StreamingDiLoCo:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters."""
+        """The fragments, with the names of their parameters and their sizes in bytes."""
         return self.fragmented_model.partition
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps so far."""
+        """The number of inner steps so far."""
         return self.history.counts.inner_steps
 
     @property
     def has_landed(self) -> bool:
-        """Whether every fragment has landed once: until then the outer model holds untrained
-        values.
-
-        Until then evaluate and save `group_mean`.
+        """Whether every fragment has landed once. Until then, the outer model is partly untrained:
+        evaluate and save `group_mean` instead.
         """
         if not all(fragment.outer.rounds for fragment in self.fragmented_model.fragments):
             return False
@@ -375,12 +378,13 @@ class StreamingDiLoCo:
         return self.site is not None or steps >= timetable.schedule.first_round
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
-        """Shows the outer model inside a ``with`` block, which may be nested, then restores the
+        """Shows the outer model inside a ``with`` block, which may be nested, and then restores the
         local one bit for bit.
 
         In-group collective. Given a mean from `group_mean`, it shows that mean and waits for no
-        other group. Without one, on a route whose groups do not share, it shows this group's outer
-        parameters. Each group shows its own untrained state; a mean holds the first group's.
+        other group. Without one, on a route that is not shared, it shows this group's outer
+        parameters. Each group shows its own untrained state; a mean includes that of the first
+        group.
         """
         return self.fragmented_model.view.shown(mean)
 
@@ -394,7 +398,8 @@ class StreamingDiLoCo:
         keep their state.
 
         Args:
-            names: The parameters that you have overwritten; None: all, and the buffers that travel.
+            names: The parameters that you have overwritten. None: all of them, and the buffers that
+                are exchanged.
 
         Raises:
             ValueError: If the model has no such trainable parameter, or these ranks are a site of a
@@ -435,10 +440,10 @@ class StreamingDiLoCo:
 
     @takes_turns
     def group_mean(self) -> Turns[GroupMean]:
-        """Returns the mean of the groups' current models, as `finish` would take it. Does not
-        change training.
+        """Returns the mean of the groups' current models, as `finish` would take it, without
+        changing training.
 
-        All ranks must call it. Until `has_landed`, evaluate this.
+        All ranks must call it. Until `has_landed`, evaluate this mean.
         """
         self._require_open("group_mean()")
         storage = self.fragmented_model.storage
@@ -462,11 +467,11 @@ class StreamingDiLoCo:
         """Returns the outer parameters by name, in float32 on the host; they are identical on
         every rank.
 
-        After `finish` it reads them from the model; see `OuterView.keep_outer`.
+        After `finish`, it reads them from the model; see `OuterView.keep_outer`.
 
-        Collective within a worker group until `finish`, and also afterwards if ranks hold parts of
-        the parameters. On a route whose groups do not share, it returns the mean of the groups, and
-        until `finish` all ranks must call it.
+        Collective within a worker group until `finish`, and also afterwards if ranks have only
+        parts of the parameters. On a route that is not shared, it returns the mean of the groups,
+        and until `finish`, all ranks must call it.
         """
         mean = None
         if not (self.rounds.settings.shares or self._is_closed):
@@ -474,12 +479,13 @@ class StreamingDiLoCo:
         return self.fragmented_model.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything this rank needs to resume bit for bit: plain dicts, lists, numbers,
-        and tensors on the host.
+        """Returns everything that this rank needs to resume bit for bit, as plain dicts, lists,
+        numbers, and tensors on the host.
 
         It includes fragments in flight, and the modules' extra state as they return it. After
-        `finish` it is the state from before, from which a longer run continues. Calling this
-        changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
+        `finish`, it is the state from before the end, from which a longer run continues. Calling
+        this changes nothing. On a CPU, the tensors may be the engine's own, so do not write to
+        them.
         """
         return {
             **(self._unfinished or self._state()),
@@ -525,13 +531,13 @@ class StreamingDiLoCo:
         rounds.requests.bits = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves everything a run needs to resume bit for bit, including fragments in flight. All
-        ranks must call it.
+        """Saves everything that a run needs to resume bit for bit, including fragments in flight.
+        All ranks must call it.
 
-        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters or, until
-        `has_landed`, the mean of the groups' parameters. A folder next to it has a file for every
-        rank: the state of the engine and of ``inner_optimizers``, local parameters, the modules'
-        extra state, and the random state.
+        ``path`` is an ordinary file whose ``state_dict`` contains the outer parameters or, until
+        `has_landed`, the mean of the groups' parameters. A folder next to it contains one file per
+        rank, with the state of the engine and of ``inner_optimizers``, local parameters, the
+        modules' extra state, and the state of random number generators.
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
@@ -547,8 +553,8 @@ class StreamingDiLoCo:
         )
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Resumes from where `save` was called; all ranks refuse if settings, ranks or files
-        differ.
+        """Resumes from where `save` was called. All ranks refuse to do so if settings, ranks or
+        files differ.
         """
         requested = self.rounds.requested_settings
         optimizers = self.fragmented_model.inner.optimizers
@@ -556,8 +562,8 @@ class StreamingDiLoCo:
 
     @takes_turns
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
-        """Cuts the model again after parameters were frozen, made trainable or replaced. All ranks
-        must call it.
+        """Divides the model again after parameters were frozen, made trainable or replaced. All
+        ranks must call it.
 
         Lands the fragments in flight, and returns the landings. A newly frozen parameter takes its
         outer value, or the mean of the groups if it never landed. A parameter that is newly
@@ -597,12 +603,12 @@ class StreamingDiLoCo:
             )
 
     def report(self) -> dict[str, float]:
-        """Returns the counts so far, and the numbers used for the outer step and landings.
+        """Returns the counts so far, and the numbers that the outer step and landings use.
 
-        ``flights_dropped`` counts flights lost when a run continued with different groups or
-        settings. ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and from other
-        groups. ``exposed_wait_s`` is the time training waited for fragments, and ``in_flight_s``
-        the total time that fragments were in flight.
+        ``flights_dropped`` counts the flights that were lost when a run continued with different
+        groups or settings. ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and
+        from other groups. ``exposed_wait_s`` is the time for which training waited for fragments,
+        and ``in_flight_s`` is the total time that fragments were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 
