@@ -1,15 +1,15 @@
 """A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while
-training goes on.
+training continues.
 
-A `Flight` has three verbs. `Flight.send` encodes the outer gradient and posts it (line 7),
-`Flight.average` receives the others' and takes their mean (line 8), and `Flight.step` takes the
-outer step (line 11). All three run in the background: they read the record of the fragment, and
-write only to what the flight itself made. The `Arrival` that the last one returns is committed when
-the fragment lands, and not before.
+A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7),
+`Flight.average` receives those of all groups and averages them (line 8), and `Flight.step` takes
+the outer step (line 11). All three run in the background. They read the record of the fragment, and
+write only to tensors that the flight itself created. The `Arrival` that the last one returns is not
+committed until the fragment lands.
 
-Flights differ in parts that they have or lack: a round or a plain mean (`_Round`, `_PlainMean`), a
-route's leg (`_Leg`), how the control vector travels (`_WordsAhead`, `_WordsAlong`), untrained state
-that travels (`_UntrainedMessages`), a second hop, and diagnostics.
+Flights differ in their parts: a round, a plain mean or a leg of a route (`_Round`, `_PlainMean`,
+`_Leg`), the way in which the control vector travels (`_WordsAhead`, `_WordsAlong`), and optionally,
+untrained state that is exchanged (`_UntrainedMessages`), a second hop, and diagnostics.
 """
 
 import itertools
@@ -58,14 +58,14 @@ from lightning_sdiloco.engine.untrained import (
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
-# With fewer values than this, the control vector travels in the message of the payload: another
-# message would cost more than a copy. One such flight in seven sends it ahead all the same, which
-# shows how long the payload is on the link.
+# With fewer values than this, the control vector travels in the message of the payload, because
+# another message would cost more than a copy. One such flight in seven still sends it ahead, to
+# measure how long the payload is on the link.
 _FEW_VALUES = 1 << 16
 _FLIGHTS_PER_WORD_AHEAD = 7
 
-# The number of an engine times this goes into every digest: an odd number of 64 bits keeps all
-# digests apart.
+# Every digest includes the number of the engine times this factor. Because it is an odd 64-bit
+# number, the digests of different engines differ.
 _ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
 # The stages of the background, each with its own communicator.
@@ -73,7 +73,9 @@ _SEND, _AVERAGE, _STEP = range(3)
 
 
 class Collected(NamedTuple):
-    """Messages that arrived: by exchange and group, their bytes, and when each exchange had its."""
+    """The messages that arrived, by exchange and group, the bytes sent and received, and the time
+    at which each exchange had all of its messages.
+    """
 
     messages: list[list[Tensor]]
     bytes_sent: int
@@ -82,10 +84,10 @@ class Collected(NamedTuple):
 
 
 class Synchronizer:
-    """Flies the fragments of a model; it holds what is the same for all flights.
+    """Flies the fragments of a model, and stores everything that all flights have in common.
 
     Attributes:
-        diagnoses: Whether flights measure how far the groups agree.
+        diagnoses: Whether flights measure how closely the groups agree.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Synchronizer:
         self.landing_rule = settings.landing
         self.weighing = settings.aggregation
         self.route_momentum = settings.routing.momentum(groups)
-        # In a leg each group sends its partners whole fragments.
+        # In a leg, each group sends whole fragments to its partners.
         round_exchange = settings.exchange if settings.shares else "gather"
         kept_share = self.landing_rule.kept
         self.rounded = all_reduce_for(round_exchange, groups, codec, kept_share)
@@ -111,25 +113,25 @@ class Synchronizer:
         self.exchange: Exchange[Any] = topology.exchange
         if codec.traits.varies:
             self.exchange = VaryingExchange(topology.control, topology.exchange)
-        # Words always travel ahead if messages wait until all groups are known to have launched,
-        # or if their lengths travel ahead.
+        # Control vectors always travel ahead if messages wait until all groups are known to have
+        # launched, or if the lengths of messages travel ahead.
         self._may_send_words_along = topology.exchange.learns_sizes and not codec.traits.varies
         self._flight_numbers = itertools.count()
         has_untrained = any(fragment.untrained.outer for fragment in fragments)
         has_second_hop = self.rounded.hops > 1 or self.exact.hops > 1 or has_untrained
         has_own_exchange = topology.second_hop is not topology.exchange
         # The outer step runs in the thread that took the mean if no group waits for a second hop,
-        # and no link is measured by when messages are waited for: handing over to another thread
-        # takes as long as both. It does so, too, if both hops have one exchange, which only one
-        # thread may use.
+        # and if no measurement of a link depends on when a wait for messages begins. Handing over
+        # to another thread takes as long as both together. The outer step also runs there if both
+        # hops share one exchange, which only one thread may use.
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Flies a fragment, in up to three stages. In-group collective, in the order of the
-        launches on all ranks.
+        """Flies a fragment, in up to three stages. In-group collective, in the order of launches,
+        which is the same on all ranks.
         """
         flight = Flight(self, launch)
-        del launch  # its values are freed as soon as the flight does not need them
+        del launch  # its values are freed as soon as the flight no longer needs them
         flight.send()
         yield
         flight.average()
@@ -140,8 +142,8 @@ class Synchronizer:
     def sends_words_ahead(self, launch: Launch) -> bool:
         """Returns whether the control vector of the next flight travels ahead of its payload.
 
-        Groups that are at different points count their flights alike, and learn from each other's
-        words where they are.
+        Groups count their flights in the same way even if they are at different points, which their
+        control vectors then show.
         """
         is_chosen = next(self._flight_numbers) % _FLIGHTS_PER_WORD_AHEAD == 0
         is_short = self._may_send_words_along and launch.gradient.numel() < _FEW_VALUES
@@ -178,8 +180,8 @@ class Synchronizer:
         )
 
     def _missing_in_group(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Returns the message that this rank misses, or else one that another rank of its group
-        misses. In-group collective.
+        """Returns the message that this rank is missing, or otherwise one that another rank of its
+        group is missing. In-group collective.
         """
         topology = self.topology
         nobody = -1
@@ -256,13 +258,13 @@ class Flight:
             decoded = self._kind.all_reduce.decode_own(payloads, values)
             self._diagnosis.measure_encoding(decoded, values)
         if launch.purpose is not Purpose.ROUND:
-            # Only a round that is saved in flight needs the gradient again.
+            # The gradient is needed again only if a round is saved in flight.
             self._launch = launch.without_values()
             self._kind.launch = self._launch
 
     def average(self) -> None:
-        """Line 8: takes the mean of what the groups sent; with two hops the mean of a part, which
-        is sent on to all groups.
+        """Line 8: averages what the groups sent. With two hops, averages only a part, and sends the
+        mean to all groups.
         """
         began = time.perf_counter()
         posts = [*self._words.posts, (self._shared.exchange, self._posted)]
@@ -286,8 +288,8 @@ class Flight:
             compression = self._kind.all_reduce.compression
             self._diagnosis.measure_mean(payloads, compression, mean)
         mean = self._kind.gradient_from(payloads, mean, self._count)
-        # The mean of a part returns in the messages of the second hop, as all groups decode it.
-        # It is freed before the payloads, whose pages are of no use for the vectors that follow.
+        # The mean of a part comes back in the messages of the second hop, as all groups decode it.
+        # It is freed before the payloads, whose pages cannot be used for the vectors that follow.
         self._mean = mean if self._second_hop is None else mean.new_empty(0)
         del mean
         self._spans["decode"] = span_from(began, self._device)
@@ -337,15 +339,15 @@ class Flight:
         untrained = fragment.untrained
         topology = self._topology
         norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
-        # Groups with different outer values cannot say what has changed.
+        # Groups with different outer values cannot agree on what has changed.
         is_unlike = launch.purpose is Purpose.START or not fragment.shares
         changed = untrained.changed_since(launch.buffers)
         control = Control(
             fragment=launch.fragment,
             step=launch.step,
             requests=launch.requests,
-            # A norm that is not finite does not decide: it may overflow where every value is
-            # finite.
+            # A norm that is not finite proves nothing, because it may overflow even if every value
+            # is finite.
             finite=math.isfinite(norm_squared) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
@@ -362,8 +364,8 @@ class Flight:
         return torch.frombuffer(Control.merged(of_ranks).packed(), dtype=torch.uint8)
 
     def _post_second_hop(self) -> None:
-        """Posts the untrained state that travels, and the mean of this group's part."""
-        # By now all groups know what has changed: constants do not travel.
+        """Posts the untrained state to exchange, and the mean of this group's part."""
+        # By now, all groups know what has changed. Constants are not exchanged.
         self._changed = reduce(or_, [control.changed for control in self._controls])
         posts = self._second_hop_posts
         exchange = self._topology.second_hop
@@ -384,9 +386,9 @@ class Flight:
             posts.append((exchange, exchange.post(payloads, sizes)))
 
     def _receive_second_hop(self) -> Arrived:
-        """Receives what travels in the second hop: the parts of the mean, and untrained state.
+        """Receives the messages of the second hop: the parts of the mean, and untrained state.
 
-        Returns what becomes of the untrained state. In-group collective.
+        Returns the untrained state that arrived. In-group collective.
         """
         if self._second_hop is None and self._untrained is None:
             return NOTHING
@@ -395,8 +397,8 @@ class Flight:
         self._spans["relay"] = span_from(began, self._device)
         messages = collected.messages
         if self._second_hop is None:
-            # Messages this short tell nothing of the link: they are taken to be as fast as the
-            # payload.
+            # Messages this short say nothing about the link, so they are assumed to be as fast as
+            # the payload.
             longest_relayed = max(collected.bytes_sent, collected.bytes_received)
             longest_payload = max(1, self._bytes_sent, self._bytes_received)
             self._on_link_s *= 1 + longest_relayed / longest_payload
@@ -409,7 +411,7 @@ class Flight:
             del parts
         self._bytes_sent += collected.bytes_sent
         self._bytes_received += collected.bytes_received
-        # Messages are freed before the outer step makes new tensors.
+        # Messages are freed before the outer step creates new tensors.
         self._second_hop_posts.clear()
         if self._untrained is None:
             return NOTHING
@@ -428,7 +430,9 @@ def _kind_of(shared: Synchronizer, fragment: FragmentState, launch: Launch) -> "
 
 
 class _Kind(ABC):
-    """Decides about the values of a flight: what to send, which groups count, what to commit."""
+    """Decides, for one kind of flight, which values to send, which groups count, and what to
+    commit.
+    """
 
     def __init__(
         self, shared: Synchronizer, fragment: FragmentState, launch: Launch, all_reduce: AllReduce
@@ -457,10 +461,12 @@ class _Kind(ABC):
 
     @abstractmethod
     def second_hop(self, mean: Tensor) -> SecondHop | None:
-        """Returns what this group sends on of the mean of its part, if there are two hops."""
+        """Returns this group's message of the second hop, the mean of its part; None if there is
+        only one hop.
+        """
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
-        """Returns the mean outer gradient, given the mean of what was sent."""
+        """Returns the mean outer gradient, given the mean of the values that were sent."""
         return mean
 
     @abstractmethod
@@ -480,7 +486,7 @@ class _Kind(ABC):
 class _PlainMean(_Kind):
     """The plain mean of the local values, in float32.
 
-    It makes up for no earlier loss: it uses no memory, and leaves none.
+    It does not make up for earlier compression errors: it neither uses nor changes error feedback.
     """
 
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
@@ -513,7 +519,7 @@ class _PlainMean(_Kind):
 
 
 class _Round(_Kind):
-    """A round with all groups: compressed, with error feedback, and an outer step."""
+    """A round with all groups: compressed, with error feedback and an outer step."""
 
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
         all_reduce = shared.rounded.at(launch.step, launch.choice)
@@ -555,11 +561,11 @@ class _Round(_Kind):
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
         if not controls[self._group].finite or self._group in count.outlying:
             return Mix(0.0)
-        # Where no group has trained, nothing moves.
+        # If no group has trained, nothing changes.
         return self._shared.landing_rule if count.factors else Mix(1.0)
 
     def weighing(self, controls: Sequence[Control]) -> Any:
-        """Returns what the weighing remembers of the groups after this round."""
+        """Returns what the weighing remembers about the groups after this round."""
         return self._shared.weighing.heard(controls, self._fragment.weighing)
 
     @override
@@ -579,7 +585,7 @@ class _Round(_Kind):
 
 
 class _Leg(_Round):
-    """A round on a route that does not share: partners exchange where they are; see
+    """A round on a route that is not shared, in which partners exchange their local parameters; see
     [Note: gossip].
     """
 
@@ -597,7 +603,7 @@ class _Leg(_Round):
 
     @override
     def count(self, controls: Sequence[Control]) -> Count:
-        # Where groups are has a mean, whether they have trained or not.
+        # Local parameters have a mean whether or not the groups have trained.
         return Count({group: 1.0 for group in self.launch.leg if controls[group].finite})
 
     @override
@@ -625,7 +631,7 @@ class _Leg(_Round):
 
     @override
     def weighing(self, controls: Sequence[Control]) -> Any:
-        # A leg holds no mean of all groups, by which they could be weighed.
+        # A leg has no mean of all groups by which they could be weighted.
         return self._fragment.weighing
 
     @override
@@ -643,7 +649,7 @@ class _Leg(_Round):
 
 
 class _Words(ABC):
-    """Sends the control vector of this group, and returns those of all.
+    """Sends the control vector (the *word*) of this group, and returns those of all groups.
 
     Attributes:
         posts: The messages that `Flight` collects before those with the payloads.
@@ -654,7 +660,7 @@ class _Words(ABC):
 
     @abstractmethod
     def announce(self, word: Tensor) -> None:
-        """Takes the word of this group, before its payload is there."""
+        """Takes the word of this group before its payload is ready."""
 
     @abstractmethod
     def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -670,11 +676,11 @@ class _Words(ABC):
     def on_link(
         self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
     ) -> float:
-        """Returns the seconds for which payloads were on the link; NaN if that is unknown."""
+        """Returns the seconds for which payloads were on the link; NaN if unknown."""
 
 
 class _WordsAlong(_Words):
-    """Words in front of the payload, in its message."""
+    """Sends each word in the message of the payload, in front of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -713,7 +719,7 @@ class _WordsAlong(_Words):
 
 
 class _WordsAhead(_Words):
-    """Words in messages of their own, ahead of the payload."""
+    """Sends each word in a separate message, ahead of the payload."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -744,7 +750,7 @@ class _WordsAhead(_Words):
 
 
 class _UntrainedMessages:
-    """The untrained state of a fragment that travels with a flight, in its second hop."""
+    """The untrained state of a fragment that is exchanged in the second hop of a flight."""
 
     def __init__(
         self,
@@ -770,7 +776,7 @@ class _UntrainedMessages:
         return exchange.post([message[:size] for size in sizes], sizes)
 
     def agreed_from(self, messages: Sequence[Sequence[Tensor]], count: Count) -> Arrived:
-        """Returns what becomes of the state, given what groups sent. In-group collective."""
+        """Returns the state that results from what the groups sent. In-group collective."""
         if not count.factors:
             return NOTHING
         state = self._state
@@ -778,7 +784,7 @@ class _UntrainedMessages:
         flat = torch.empty(size, dtype=torch.uint8, device=self._launch.gradient.device)
         if self._topology.group_rank == 0:
             (of_groups,) = messages
-            # Where rounds start, each group has its own values for the outer ones.
+            # With `Purpose.START`, each group has its own outer values.
             keeps_outer = self._launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(self._launch.leg, default=0)
             pieces = self._pieces(of_groups, count, flat.device)
@@ -789,7 +795,7 @@ class _UntrainedMessages:
     def _pieces(
         self, of_groups: Sequence[Tensor], count: Count, device: torch.device
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes of each tensor by the name of the group that sent them."""
+        """Returns the bytes of each tensor, by the name of the group that sent them."""
         sizes = [self._state.nbytes(index) for index in self._travelling]
         pieces: dict[int, dict[str, Tensor]] = {index: {} for index in self._travelling}
         for group in count.factors:
@@ -804,8 +810,8 @@ class _UntrainedMessages:
 def _require_agreement(
     controls: Sequence[Control], launch: Launch, fragment: FragmentState, topology: Topology
 ) -> None:
-    """Raises an `AgreementError` unless all groups are at one point with one outer model, and the
-    outer gradient of one is finite.
+    """Raises an `AgreementError` unless all groups are at the same point with the same outer model,
+    and at least one has a finite outer gradient.
     """
     points = {group: control[:2] for group, control in enumerate(controls)}
     digests = {group: controls[group].digest for group in launch.leg or range(len(controls))}
@@ -816,7 +822,7 @@ def _require_agreement(
         has_buffers = bool(fragment.untrained.names) and not launch.leg
         state = "outer parameters and buffers" if has_buffers else "outer parameters"
         raise _disagreement(f"{verb} the same {state}", digests, controls, topology)
-    # In a leg without finite values, each group goes back to its own outer parameters.
+    # In a leg without finite values, each group returns to its own outer parameters.
     if not any(control.finite for control in controls):
         groups = ", ".join(f"group {group}" for group in range(len(controls)))
         raise AgreementError(
@@ -842,7 +848,7 @@ def _disagreement(
     )
 
 
-# Arithmetic that worker groups which are launched together share with the sites of a federation
+# Arithmetic for both worker groups that are launched together and the sites of a federation
 
 
 def outer_step(
@@ -859,8 +865,9 @@ def outer_step(
     Args:
         fragment: The record, which is only read.
         before: The outer state.
-        values: Its values on the device of the gradient, where those of the result are, too.
-        gradient: The mean.
+        values: Its values, on the device of the gradient. Those of the result are on the same
+            device.
+        gradient: The mean outer gradient.
         group: The ranks of this group. In-group collective.
         is_dense: Whether the round belongs to the dense beginning.
     """
@@ -883,7 +890,9 @@ def unchanged(before: OuterState, values: Tensor) -> OuterState:
 
 
 def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight; waits for the device, so that the part holds what it started."""
+    """Ends a part of a flight. Waits for the device, so that the part includes all work that it
+    started.
+    """
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     return began, time.perf_counter()
@@ -945,7 +954,7 @@ class PendingFlight:
 
 
 def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes the report of a flight of so many seconds that lands now."""
+    """Completes the report of a flight that took ``seconds`` and lands now."""
     launched_at = launch[1]
     arrived_at = wait[1]
     ends = [end for _, end in report.spans.values()]

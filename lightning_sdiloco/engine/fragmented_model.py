@@ -31,8 +31,7 @@ from lightning_sdiloco.engine.start import (
 )
 from lightning_sdiloco.memory import SparePages
 
-# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits
-# to land.
+# The bytes per value of a flight that waits to land: outer gradient, outer parameters and momentum.
 _KEPT_BYTES = 12
 
 
@@ -75,7 +74,7 @@ class FragmentedModel:
         self.cut(partition, settings)
 
     def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
-        """Takes the model as it is for the outer one, cut into these fragments."""
+        """Takes the present model as the outer one, divided into these fragments."""
         self.partition = tuple(partition)
         self.fragments = fragments_of(
             self.model, partition, settings, self._topology, self.storage, self.fragments
@@ -87,7 +86,7 @@ class FragmentedModel:
         self._watch_copies()
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
-        """Takes other inner optimizers, which may keep other copies of the weights."""
+        """Changes to other inner optimizers, which may keep other copies of the weights."""
         if list(inner_optimizers) != list(self.inner.optimizers):
             self.inner = InnerOptimizers(inner_optimizers)
             self._watch_copies()
@@ -106,24 +105,24 @@ class FragmentedModel:
 
     @property
     def outer_steps(self) -> int:
-        """How many outer steps the first fragment has made; those of a dense beginning count as
-        one.
+        """The number of outer steps that the first fragment has taken; those of a dense beginning
+        count as one.
         """
         return self.fragments[0].outer.rounds
 
     def local_digests(self) -> dict[str, int]:
-        """Returns a digest of what this rank holds of each parameter, by name."""
+        """Returns a digest of this rank's part of each parameter, by name."""
         digests: dict[str, int] = {}
         for fragment in self.fragments:
             layout = fragment.layout
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
-                # One that was reshaped since the cut is another parameter.
+                # A parameter that was reshaped since the model was divided is a different one.
                 if self.cut_model.former_name(parameter) is not None:
                     digests[name] = digest(local(parameter))
         return digests
 
     def recover(self, landed: int, *, is_ending: bool = False) -> None:
-        """Takes the outer values wherever this group's are not finite, after a landing. In-group
+        """After a landing, takes the outer values wherever this group's are not finite. In-group
         collective.
         """
         self.cut_model.reshard()
@@ -139,11 +138,11 @@ class FragmentedModel:
                 fragment.write_outer(in_group, stays=True)
                 self.inner.recover(fragment.layout.parameters, in_group)
 
-    # The model is cut again
+    # Dividing the model again
 
     def cut_for_recut(self, settings: Settings) -> tuple[Fragment, ...]:
-        """Cuts the model as it is now, and lets go of what the fragments no longer hold. Refuses
-        what cannot be cut again.
+        """Divides the present model, and detaches the former fragments from tensors that it no
+        longer has. Refuses a model that cannot be divided again.
         """
         if self.view.is_shown:
             raise RuntimeError(
@@ -172,19 +171,19 @@ class FragmentedModel:
         return partition
 
     def begin_recut(self, partition: tuple[Fragment, ...], settings: Settings) -> None:
-        """Divides the outer state for a new cut, as far as this rank knows; nothing is in flight.
-        In-group collective.
+        """Divides the outer state among the new fragments, as far as this rank knows them, while
+        nothing is in flight. In-group collective.
         """
         self.cut_model.reshard()
         outer = named_outer(self.fragments, self._topology.in_group)
         self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, settings)
 
     def end_recut(self, recut: Recut, settings: Settings) -> None:
-        """Takes the new cut on which all ranks have agreed, with the outer state that remains.
-        In-group collective.
+        """Adopts the new division on which all ranks have agreed, with the outer state that
+        remains. In-group collective.
 
-        If the fragments are the same, for instance because a submodule was replaced by a copy,
-        error feedback remains where a fragment has its parameters still.
+        If the fragments are the same, for instance because a submodule was replaced by a copy, each
+        fragment that still has the same parameters keeps its error feedback.
         """
         frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
         for fragment in self.fragments:

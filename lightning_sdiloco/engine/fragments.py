@@ -1,61 +1,63 @@
-"""The state of a fragment: all that a rank holds of it in one record, what its launch carries and
-what comes back.
+"""The state of a fragment: one record of everything that a rank stores for it, the data that its
+launch reads, and the data that comes back.
 
-[Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of
-values in its shard, ``part`` that of the stretch of the shard which its group averages (with one
-hop the whole shard), and *storage* is the device of the model or, offloaded, page-locked memory of
-the host. All are flat and float32 unless it says so.
+[Note: fragment tensors] A rank stores these tensors for every fragment. ``length`` is the number of
+values in its shard. ``part`` is the number of values that its group averages: a part of the shard,
+or with one hop the whole shard. *storage* is the device of the model or, if offloaded, page-locked
+memory of the host. All tensors are flat and float32 unless noted otherwise.
 
 ===============  ===========  =======  ============================================================
 tensor           shape        where    content, and who writes it
 ===============  ===========  =======  ============================================================
-parameters       their own    device   Local parameters, in the model, of any floating dtype. The
-                                       inner optimizer and landings write to them; so does
+parameters       their own    device   Local parameters, in the model, of any floating-point dtype.
+                                       The inner optimizer and landings write to them, as does
                                        `OuterView`, which shows the outer ones.
 untrained        their own    device   Local buffers and frozen parameters, in the model, of any
                                        dtype. The user's code and landings write to them; see
                                        [Note: kinds of untrained state].
-outer.values     (length,)    storage  Outer parameters of the shard: bitwise equal in all groups.
+outer.values     (length,)    storage  Outer parameters of the shard, bit-identical in all groups.
 outer.state      (length,)    storage  State of the outer optimizer. State that is not elementwise,
-                                       such as a count of steps, has its own shape and dtype, and
-                                       is where torch wants it.
-untrained.outer  their own    device   Outer values of the untrained state that travels: float32
-                                       for statistics, their own dtype otherwise; bitwise equal in
-                                       all groups.
-memory           (length,)    storage  Error feedback: what the compression left out of earlier
-                                       payloads; None until there is some. Each group has its own.
+                                       such as a step count, has its own shape and dtype, and is
+                                       stored where torch needs it.
+untrained.outer  their own    device   Outer values of the untrained state that is exchanged, in
+                                       float32 for statistics, otherwise in their own dtype;
+                                       bit-identical in all groups.
+memory           (length,)    storage  Error feedback: the values that the compression left out of
+                                       earlier payloads; None until there are some. Each group has
+                                       its own.
 tuning           (1+blocks,)  storage  Other state of the compression, such as thresholds; None
                                        until there is some. Each group has its own.
-residual         (part,)      storage  What the second rounding of the mean lost, with two hops;
-                                       None until there is some. Each group has its own.
-anchor           (length,)    storage  On a route that does not share (see [Note: gossip]), the
-                                       outer parameters with which the rounds began, bitwise equal
-                                       in all groups. There ``outer.values`` are each group's own.
-twin             (length,)    storage  The second vector of a route's momentum; None while it is
+residual         (part,)      storage  With two hops, the error of the second rounding of the mean;
+                                       None until there is one. Each group has its own.
+anchor           (length,)    storage  On a route that is not shared (see [Note: gossip]), the
+                                       outer parameters at the start of the rounds, bit-identical
+                                       in all groups. There, each group has its own
                                        ``outer.values``.
+twin             (length,)    storage  The second vector of a route's momentum; None while it
+                                       equals ``outer.values``.
 prefetched       (length,)    device   ``outer.values`` on their way to the device, for the next
                                        launch.
-gathered         (held,)      device   Outer parameters after the outer step, as far as this rank
-                                       holds the fragment: the shards of its group. The background
-                                       makes them, the landing mixes them into the parameters and
-                                       drops them.
+gathered         (held,)      device   Outer parameters after the outer step, for all values of the
+                                       fragment that this rank has, from the shards of its group.
+                                       The background creates them. The landing mixes them into the
+                                       parameters and drops them.
 gradient         (length,)    device   Outer gradient: outer parameters minus local ones. The
-                                       launch makes it; the flight of a round keeps it until it
+                                       launch creates it. The flight of a round keeps it until it
                                        lands, any other flight until it is encoded.
 kept_local       their own    host     Local parameters from before the end of training, from which
                                        a longer run would continue. Copied before the end first
                                        writes to the parameters.
-final            flat         host     Outer parameters after the end, where the model does not
-                                       hold them: its parameters are coarser than float32, or a
+final            flat         host     Outer parameters after the end, if the model cannot keep
+                                       them, because its parameters are coarser than float32 or a
                                        hook may change them.
 ===============  ===========  =======  ============================================================
 
-Threads: only the training thread writes to a record, and only at a landing or a load
-(``prefetched`` and ``weight``: at a launch too). It replaces old tensors with new ones and never
+Threads: Only the training thread writes to a record, and only at a landing or a load (to
+``prefetched`` and ``weight`` also at a launch). It replaces old tensors with new ones and never
 writes to a tensor of ``outer``, ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So
-the background reads records without a lock, and a checkpoint that is written during a flight holds
-the values before the outer step. The background returns new tensors, in an `Arrival`, and writes to
-none of the record.
+the background reads records without a lock, and a checkpoint that is written during a flight
+contains the values before the outer step. The background returns new tensors, in an `Arrival`, and
+never writes to the record.
 """
 
 import math
@@ -95,11 +97,11 @@ class Purpose(Enum):
     MEAN = auto()
     """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
     START = auto()
-    """The same, where groups hold unlike outer values: on a route that does not share."""
+    """The same on a route that is not shared, where groups have different outer values."""
 
 
 class Launch(NamedTuple):
-    """What a launch reads: from here on the training thread may change the model."""
+    """The data that a launch reads. After it, the training thread may change the model."""
 
     fragment: int
     step: int
@@ -115,12 +117,12 @@ class Launch(NamedTuple):
     leg: tuple[int, ...] = ()
     # Whether its round belongs to the dense beginning.
     is_dense: bool = False
-    # The buffers that a site sends, by index; worker groups learn from each other which to send.
+    # The indices of the buffers that a site sends; worker groups agree on theirs during the flight.
     travelling: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and tensors on the host, without outer parameters and what the
-        process decides.
+        """Returns plain values and tensors on the host, without the outer parameters and the values
+        that each process sets itself.
         """
         variants = {
             "choice": self.choice,
@@ -140,7 +142,7 @@ class Launch(NamedTuple):
 
     @staticmethod
     def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "Launch":
-        """Restores what `state_dict` returned of a flight for a round; copies the tensors."""
+        """Restores the launch of a round from its `state_dict`; copies the tensors."""
         tensors = {
             "outer": outer,
             "gradient": state["gradient"].to(outer.device, copy=True),
@@ -154,7 +156,9 @@ class Launch(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """How far the groups agree on a fragment, and what became of its outer gradient."""
+    """Measurements of how closely the groups agree on a fragment, and of its outer step and
+    compression.
+    """
 
     cosines: tuple[float, ...]
     local_distance: float
@@ -163,42 +167,43 @@ class Diagnostics(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """What happened at a landing.
+    """Reports what happened at a landing.
 
     Attributes:
         fragment: The fragment that landed.
-        launched_at: Inner step after which it was launched.
-        requests: What groups asked of all groups at the launch, one bit each.
+        launched_at: The inner step after which it was launched.
+        requests: The requests that groups sent to all groups at the launch, one bit each.
         left_out: The groups left out of the mean because their outer gradient was not finite.
         outlying: The groups that ``outlier_guard`` left out of the mean.
-        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had
+        outer_lr: The learning rate of the outer step; 0 if there was none, because no group had
             trained.
-        outer_grad_norm: Norm of the mean outer gradient of the whole fragment, before its direction
-            was taken.
-        bytes_sent: Bytes that this rank sent to other groups for this flight.
-        exposed_wait_s: Seconds for which the training thread waited for the flight.
-        in_flight_s: Seconds from the launch until the result was there.
-        landed_at: Inner step after which it landed.
-        bytes_received: Bytes that this rank received from other groups for this flight.
+        outer_grad_norm: The norm of the mean outer gradient of the whole fragment, before its
+            direction was computed.
+        bytes_sent: The bytes that this rank sent to other groups for this flight.
+        exposed_wait_s: The seconds for which the training thread waited for the flight.
+        in_flight_s: The seconds from the launch until the result was available.
+        landed_at: The inner step after which it landed.
+        bytes_received: The bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
-        group_norms: Norm of the outer gradient of each group, before any compression.
-        spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
-            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``,
-            ``decode``, ``relay`` if there is a second hop, and ``outer_step`` in the background.
-        diagnostics: How far the groups agree, if `engine.rounds.diagnose` asked for it.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if
-            unknown, because they had arrived before this rank began to wait for them, or were too
-            short to be measured every time.
-        sites: In a federation: the names of the sites that counted in the round, including this one
+        group_norms: The norm of the outer gradient of each group, before any compression.
+        spans: The start and end of each part, on the clock of ``time.perf_counter()``: ``launch``,
+            ``wait`` and ``land`` in the training thread; in the background, ``flight`` and its
+            parts ``encode``, ``transfer``, ``decode``, ``relay`` if there is a second hop, and
+            ``outer_step``.
+        diagnostics: How closely the groups agree, if `engine.rounds.diagnose` enabled it.
+        on_link_s: The seconds for which the messages of the other groups were on the link; NaN if
+            unknown, because they arrived before this rank began to wait for them, or were too short
+            to be measured in every flight.
+        sites: In a federation, the names of the sites that counted in the round, including this one
             unless it was late.
-        step_times: Seconds of an inner step of each group at the launch, by group, to three digits;
-            0 if unknown.
-        direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a
-            matrix.
-        lost_steps: In a federation: inner steps of this site that never count, because what it
-            launched was late.
+        step_times: The seconds that an inner step of each group took at the launch, to three
+            digits; 0 if unknown.
+        direction_norm: The norm of the direction of the mean outer gradient; NaN if there was no
+            outer step, or if no parameter is a matrix.
+        lost_steps: In a federation, the inner steps of this site that will never count, because
+            their launch was late.
         wrong_buffers: The groups that counted without their buffers, which ``outlier_guard`` left
-            out: they were too large.
+            out because they were too large.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -233,16 +238,15 @@ class Landing(NamedTuple):
     wrong_buffers: tuple[int, ...] = ()
 
     def seconds(self, name: str) -> float:
-        """Returns how long one of the `spans` was; 0 if there was none."""
+        """Returns the length of one of the `spans`; 0 if it is missing."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
     @property
     def link_gbit_s(self) -> float:
-        """The effective link rate: what went in one direction over the time for which it was on the
-        link.
+        """The effective link rate: the data sent in one direction, divided by its time on the link.
 
-        NaN if that time is unknown; 0 if nothing was sent.
+        NaN if the time is unknown; 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
         if not bits:
@@ -251,7 +255,7 @@ class Landing(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The state of a record that a landing replaces, whole; see [Note: fragment tensors]."""
+    """The part of a record that a landing replaces as a whole; see [Note: fragment tensors]."""
 
     outer: OuterState
     memory: Tensor | None
@@ -262,17 +266,17 @@ class Commit(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The result of a flight: the state to commit, and its report without the landing's times.
+    """The result of a flight: the state to commit, and a report without the times of the landing.
 
     Attributes:
         commit: The state of the record after the landing.
-        rule: How local values take the outer ones.
-        gathered: The vectors that the rule asked for, gathered over the ranks of the group.
-        untrained: What becomes of the untrained state.
-        changed: The untrained state that some group has changed, as bits.
+        rule: How outer values are merged into the local ones.
+        gathered: The vectors that the rule needs, gathered over the ranks of the group.
+        untrained: The untrained state that the flight delivers.
+        changed: The untrained tensors that some group has changed, as bits.
         trained: The weight of each group.
         landing: The report.
-        sends_bytes_per_s: The rate of the link to each receiver; 0 if it is unknown.
+        sends_bytes_per_s: The rate of the link to each receiver; 0 if unknown.
     """
 
     commit: Commit
@@ -289,7 +293,7 @@ class Arrival(NamedTuple):
 
 
 class FragmentState:
-    """Holds everything a rank remembers about one fragment; see [Note: fragment tensors]."""
+    """Stores everything that a rank keeps for one fragment; see [Note: fragment tensors]."""
 
     def __init__(
         self,
@@ -327,15 +331,15 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def let_go(self) -> None:
-        """Lets what is in flight land outside the model where that has something else, or nothing,
-        by now.
+        """Makes flights land outside the model where it no longer has a tensor, or has it in
+        another shape.
         """
         self.layout.let_go()
         self.untrained.let_go()
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads everything that a flight carries. From here on, the group's inner steps count from
-        zero.
+        """Reads everything that a flight carries, and restarts the count of the group's inner
+        steps.
         """
         launch = self.read(step, deadline, purpose, requests)
         self.untrained.launched()
@@ -343,8 +347,8 @@ class FragmentState:
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads all that a flight carries, and changes nothing; it takes the arguments of
-        `launch`.
+        """Reads everything that a flight carries, without changing anything. The arguments are
+        those of `launch`.
         """
         is_round = purpose is Purpose.ROUND
         outer = self.load_outer() if is_round else self._zero()
@@ -361,12 +365,13 @@ class FragmentState:
         )
 
     def digest(self, launch: Launch) -> int:
-        """Returns the digest of what all groups hold alike at a launch, as far as this rank has
-        it.
+        """Returns the digest of this rank's part of the values that all groups have in common at a
+        launch.
         """
         alike: list[Tensor] = []
         if launch.leg and self.anchor is not None:
-            # Partners hold their own outer parameters, and take them apart by what they share.
+            # Partners have different outer parameters, but exchange them relative to the same
+            # anchor.
             alike = [self.storage.load(self.anchor)]
         elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
             untrained = self.untrained.digested()
@@ -379,13 +384,13 @@ class FragmentState:
         return combined([digest(values, start=self.layout.start) for values in alike])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
-        """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the
-        outer parameters.
+        """Returns the norm of an outer gradient, or of a mean of outer gradients: the distance by
+        which it moves the outer parameters.
         """
         if purpose is not Purpose.MEAN or not gradient.numel():
             return torch.linalg.vector_norm(gradient)
-        # A mean is one of local values. It is compared in stretches, so that the difference takes
-        # no memory.
+        # For a plain mean, the gradient is minus the local values. It is compared with the outer
+        # values in stretches, so that the difference takes hardly any memory.
         norms: list[Tensor] = []
         scratch = gradient.new_empty(0)
         for stretch in stretches(len(gradient), gradient.device):
@@ -402,8 +407,8 @@ class FragmentState:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Makes the local values of some parameters, which all groups hold alike, the outer ones,
-        without momentum.
+        """Makes the local values of some parameters, which are the same in all groups, the outer
+        ones, without momentum.
         """
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
@@ -420,8 +425,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
-        """Forgets all that made this group differ from the outer parameters, which all groups
-        share now.
+        """Drops everything that made this group differ from the outer parameters, which are now the
+        same in all groups.
         """
         self.anchor = None if self.shares else self.outer.values
         self.twin = None
@@ -433,17 +438,17 @@ class FragmentState:
         return None if values is None else self.storage.store(values)
 
     def load_outer(self) -> Tensor:
-        """Returns the outer parameters of the shard on the device, by way of what was
-        prefetched.
+        """Returns the outer parameters of the shard, on the device, from the prefetched copy if
+        there is one.
         """
         prefetched = self._prefetched or self.storage.prefetch(self.outer.values)
         self._prefetched = None
         return prefetched()
 
     def land(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Commits the result of a flight to the record and takes it into the local values.
+        """Commits the result of a flight to the record and merges it into the local values.
 
-        ``steps`` inner steps have passed since the launch. ``final``: it is a plain mean.
+        ``steps`` is the number of inner steps since the launch. ``final`` is true for a plain mean.
         """
         self._commit(arrival.commit)
         if final:
@@ -456,7 +461,7 @@ class FragmentState:
         self.untrained.land(arrival.untrained, arrival.rule.kept)
 
     def committed(self) -> Commit:
-        """Returns the state that the last landing left."""
+        """Returns the state after the last landing."""
         return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
 
     def _commit(self, commit: Commit) -> None:
@@ -468,8 +473,8 @@ class FragmentState:
         self.weighing = commit.weighing
 
     def land_at_end(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Takes what a flight brought into the model alone: a longer run continues from the record
-        as it is.
+        """Merges the result of a flight only into the model, because a longer run continues from
+        the unchanged record.
         """
         self.keep_local()
         self._take(arrival, steps)
@@ -477,9 +482,7 @@ class FragmentState:
             self.end(arrival.gathered[0], arrival.commit.outer.values)
 
     def end(self, gathered: Tensor, shard: Tensor) -> None:
-        """Keeps the outer parameters that are now in the model, in so far as it cannot hold
-        them.
-        """
+        """Keeps a copy of the outer parameters if the model cannot represent them exactly."""
         if not self.layout.holds_float32:
             self.final = self.layout.to_name(gathered, shard).to("cpu")
 
@@ -490,35 +493,37 @@ class FragmentState:
         self.kept_local = self.local_values()
 
     def local_values(self) -> list[Tensor]:
-        """Copies the local parameters of this rank to the host; later, what they were before the
-        end of training.
+        """Copies this rank's local parameters to the host; after `keep_local`, returns those that
+        it kept.
         """
         if self.kept_local is not None:
             return self.kept_local
         return [held.to("cpu", copy=True) for held in self.layout.held]
 
     def named_at_end(self, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters after the end of training to the host, as `named` does."""
+        """Copies the outer parameters to the host after the end of training, as `named` does before
+        it.
+        """
         values = self.layout.copied() if self.final is None else self.final
         return self.layout.named(values, values, group)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
-        """Makes a result that nothing of the own counts in the outer state, and moves the local
-        values along.
+        """Takes the outer state from a result in which this site's training does not count, and
+        moves the local values by the same amount.
         """
         self.outer = arrival.commit.outer
         self.layout.shift(moved)
         self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
-        """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group
-        collective.
+        """Gathers the outer parameters, flat, for all values of the fragment that this rank has.
+        In-group collective.
         """
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
     def write_outer(self, group: Communicator, *, stays: bool = False) -> Tensor:
-        """Writes outer parameters and buffers into the model, for good if that ``stays``. In-group
-        collective.
+        """Writes outer parameters and buffers into the model, permanently if ``stays`` is true.
+        In-group collective.
         """
         gathered = self.gathered(group)
         if stays:
@@ -533,15 +538,15 @@ class FragmentState:
         self.untrained.write_values(untrained)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name. In-group collective where ranks hold
-        parts of them.
+        """Copies the outer parameters to the host, by name. In-group collective if ranks have parts
+        of them.
         """
-        # What rests on the host is copied there once, and not by way of the device.
+        # Values that are stored on the host are copied there once, and not by way of the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
 
     def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies other values to the host, by name, as `named` does the outer ones."""
+        """Copies a mean to the host, by name, as `named` does for the outer parameters."""
         if group.size == 1:
             return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)
@@ -554,8 +559,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values, and tensors on the host. On a CPU these are the record's own: do
-        not write to them.
+        """Returns plain values, and tensors on the host. On a CPU, the tensors are the record's
+        own, so do not write to them.
         """
         tensors = {"memory": self.memory, "residual": self.residual}
         if self.tuning is not None:
@@ -571,7 +576,8 @@ class FragmentState:
                 name: None if values is None else values.to("cpu")
                 for name, values in tensors.items()
             },
-            # That of the default is the last norms of all groups; other weighings came later.
+            # The name comes from the default weighing, which stores the last norms of all groups;
+            # other weighings were added later.
             "norms": self.weighing,
             "trained": self.weight,
         }
@@ -596,15 +602,15 @@ def fragments_of(
     storage: OuterStorage,
     before: Sequence[FragmentState] = (),
 ) -> list[FragmentState]:
-    """Takes the model as it is for the outer one, and returns the record of each of its fragments.
+    """Takes the present model as the outer one, and returns the record of each of its fragments.
 
     Args:
         model: The model.
-        fragments: How it is cut.
+        fragments: How it is divided.
         settings: The settings of the run.
         topology: The ranks.
-        storage: Where outer state rests.
-        before: The records of how it was cut before.
+        storage: Where outer state is kept.
+        before: The records of the previous division.
     """
     layouts = layouts_of(fragments, trainable(model), topology)
     untrained = untrained_state_of(

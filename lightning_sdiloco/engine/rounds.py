@@ -1,26 +1,27 @@
 """Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an
 inner step.
 
-`Rounds` is the loop for worker groups that are launched together. A federation, from above, has its
-own behind the same methods, `Loop`: what is due there, records say.
+`Rounds` is the loop for worker groups that are launched together. A federation has its own loop
+with the same methods, `Loop`; there, records determine what is due.
 
-[Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does
-the end of training. All fragments then fly without outer optimizer, error feedback and chance, in
-float32, with all buffers. They go through the background, behind what is in flight there, so the
-ranks send everything in the same order, and the groups notice if one of them is somewhere else.
+[Note: the mean of the groups] The end of training takes the plain mean of the local values, and an
+evaluation may also need it. All fragments then fly in float32 with all buffers, without the outer
+optimizer, error feedback or randomness. They go through the background, behind earlier flights, so
+all ranks send everything in the same order, and the groups notice if one of them is at a different
+point.
 
 [Note: memory at the end] The end of training takes no more memory than its rounds, because it
-changes the model and no record: a longer run would continue from the records. The gradients go
-first. Local parameters are copied in their place, fragment by fragment, when the end first writes
-to them. Of the mean, as many fragments fly at once as in a round, and what is in the model is kept
-nowhere else.
+changes only the model and no records: a longer run would continue from the records. The gradients
+are freed first. Copies of the local parameters take their place, fragment by fragment, when the end
+first writes to them. For the mean, as many fragments are in flight at once as in a round, and
+values that are in the model are stored nowhere else.
 
-[Note: the dense beginning] Groups that train alone from the start lose much of what they do, the
-more of them there are: each takes large steps on the gradients of a small batch. In the first
-rounds they exchange every few inner steps, in the background as always. Whether a launch is one of
-these follows from its inner step alone, and in a federation from the round of the record. Rounds
-that restart have what is left of it. The outer state counts all these rounds together as one, the
-first of an ``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
+[Note: the dense beginning] The more groups train separately from the start, the more they lose:
+each takes large steps on the gradients of a small batch. In the first rounds, they therefore
+exchange every few inner steps, in the background as always. The inner step of a launch determines
+whether it belongs to these rounds; in a federation, the round of the record does. Rounds that
+restart continue with the rest of the dense beginning. The outer state counts all these rounds as
+one, the first of an ``lr_schedule``, so a record needs nothing more to resume or to be passed on.
 """
 
 import time
@@ -61,11 +62,11 @@ Received = TypeVar("Received")
 
 
 class Loop(Protocol):
-    """What happens after an inner step, with all that train together; it has the methods of
-    `Rounds`.
+    """Launches and lands fragments after inner steps, for all that train together; `Rounds` is one
+    implementation.
 
     Attributes:
-        requested: What ranks ask of each other with this inner step, where that needs no launch.
+        requested: The requests that all ranks receive at this inner step without a launch.
         is_over: Whether training has ended everywhere.
     """
 
@@ -97,8 +98,8 @@ class Loop(Protocol):
 
 
 class RequestBits:
-    """What this rank asks of all groups, as up to 16 bits: the `Landing` of the next launch shows
-    them to all. Signal handlers may ask at any moment.
+    """This rank's requests to all groups, as up to 16 bits, which the `Landing` of the next launch
+    shows to all groups. Signal handlers may make requests at any time.
     """
 
     def __init__(self) -> None:
@@ -112,15 +113,15 @@ class RequestBits:
         self.bits &= ~bits
 
     def take(self) -> int:
-        """Returns what was asked since the last launch took it along."""
+        """Returns and withdraws the requests that no launch has taken yet."""
         taken = self.bits
-        # Requests that a signal handler adds in the meantime stay.
+        # Requests that a signal handler adds in the meantime are kept.
         self.withdraw(taken)
         return taken
 
 
 class Federated(Protocol):
-    """A federation as the engine sees it: these ranks are a site of it, whose loop follows its
+    """A federation as the engine sees it. These ranks are one of its sites, whose loop follows its
     rules.
     """
 
@@ -128,30 +129,31 @@ class Federated(Protocol):
     def site(self) -> str | None: ...
 
     def located(self) -> "Federated":
-        """Returns it as seen from this host, with the name of its site."""
+        """Returns the federation as seen from this host, with the name of its site."""
         ...
 
     def join(self, rounds: "Rounds", topology: Topology) -> Loop:
-        """Joins with a model that is cut, and returns the loop."""
+        """Joins with a model that has been divided, and returns the loop."""
         ...
 
 
 class Rounds:
-    """Launches and lands the fragments of a model in all worker groups alike, without asking each
-    other what is due.
+    """Launches and lands the fragments of a model at the same inner steps in all worker groups,
+    without any communication about what is due.
 
     Attributes:
         fragmented_model: The model and the records of its fragments.
-        requested_settings: The settings as they were given, some of them ``"auto"``.
-        background: Flies the fragments.
+        requested_settings: The settings as requested, some of which may be ``"auto"``.
+        background: Runs the flights.
         link: The rate of this rank's link.
-        step_clock: How long an inner step takes.
-        requests: What this rank sends to all groups with the next launch.
-        flights: What is in flight, in the order of the launches.
-        is_ending: Whether landings change the model alone; see [Note: memory at the end]. The
-            engine sets it.
-        settings: The settings that hold. A cut sets them, as it does ``timetable``.
-        timetable: When fragments launch and land.
+        step_clock: Measures how long an inner step takes.
+        requests: The requests that this rank sends to all groups with its next launch.
+        flights: The flights that have not landed, in the order of their launches.
+        is_ending: Whether landings change only the model; see [Note: memory at the end]. Set by the
+            engine.
+        settings: The settings in effect. They are set when the model is divided, as is
+            ``timetable``.
+        timetable: Determines when fragments launch and land.
     """
 
     settings: Settings
@@ -185,7 +187,7 @@ class Rounds:
         self._begin_at(0)
 
     def _take_cut(self, settings: Settings) -> None:
-        """Flies the fragments into which the model is cut."""
+        """Prepares to fly the fragments into which the model is divided."""
         self.settings = settings
         self._route = None if settings.shares else settings.routing
         self._codec = settings.codec
@@ -194,12 +196,12 @@ class Rounds:
         )
 
     def _cut(self, settings: Settings) -> None:
-        """Cuts the model as it is by these settings."""
+        """Divides the present model according to these settings."""
         self.fragmented_model.cut(cut(self.fragmented_model.model, settings).fragments, settings)
         self._take_cut(settings)
 
     def _begin_at(self, step: int) -> None:
-        # What the rounds before have in flight arrives, and lands nowhere.
+        # Flights of the previous rounds still arrive, but never land.
         self.flights = []
         dense = self.settings.dense_beginning
         dense_left = None if dense is None else dense.after(step)
@@ -209,15 +211,15 @@ class Rounds:
         )
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether landings say how far the groups agree. All ranks must call it alike, before
-        the first step.
+        """Sets whether landings report how closely the groups agree. All ranks must pass the same
+        value, before the first step.
         """
         require_same_settings({"diagnostics": str(diagnoses)}, self._topology.world)
         self._diagnoses = diagnoses
         self._synchronizer.diagnoses = diagnoses
 
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
-        """Begins the rounds from other outer state, by name. In-group collective."""
+        """Restarts the rounds from outer state that is given by name. In-group collective."""
         start_from(self.fragmented_model.fragments, outer, self._topology.in_group)
         self._weigh_as(weighed)
         self._begin_at(began_at)
@@ -230,15 +232,15 @@ class Rounds:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
 
     def _weighed(self) -> Weighed:
-        """Returns what is known of all groups, for rounds that begin again."""
+        """Returns the state of the weighing for all groups, for rounds that restart."""
         fragments = self.fragmented_model.fragments
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in fragments}
         return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
     @torch.no_grad()
     def choose(self, requested: Settings, step: int) -> None:
-        """Continues after an inner step as if these settings had held from the start. All ranks
-        must call it, before any launch is due.
+        """Continues after an inner step as if these settings had applied from the start. All ranks
+        must call it before any launch is due.
         """
         self._require_no_launch(step, requested)
         before = self.fragmented_model.fragments
@@ -251,8 +253,8 @@ class Rounds:
             fragment.weight = before[0].weight
 
     def _require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step, unless no launch was or would have
-        been due by then.
+        """Refuses to choose other settings after an inner step by which a launch was due, or would
+        have been due with them.
         """
         steps = step - self.timetable.began_at
         first = self.timetable.schedule.first_launch
@@ -265,8 +267,8 @@ class Rounds:
 
     @torch.no_grad()
     def end_recut(self, recut: Recut, step: int) -> None:
-        """Takes the new cut on which all ranks have agreed; see `FragmentedModel.end_recut`. Rounds
-        restart after this inner step, unless the fragments are the same.
+        """Adopts the new division on which all ranks have agreed; see `FragmentedModel.end_recut`.
+        Rounds restart after this inner step, unless the fragments are the same.
         """
         weighed = self._weighed()
         partition = self.fragmented_model.partition
@@ -277,7 +279,7 @@ class Rounds:
             self._begin_at(step)
 
     def drop_flights(self) -> int:
-        """Waits for what is in flight and lands none of it. Returns how many flights there were."""
+        """Waits for all flights, lands none of them, and returns their number."""
         dropped = len(self.flights)
         for flight in self.flights:
             flight.pending.result()
@@ -287,16 +289,16 @@ class Rounds:
     # Algorithm 2
 
     def join(self, step: int) -> None:
-        """All groups begin together."""
+        """Does nothing, because all groups start together."""
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step (line 4): all micro-batches weigh the same."""
+        """Counts an inner step (line 4). All micro-batches have the same weight."""
         for fragment in self.fragmented_model.fragments:
             fragment.weight += micro_batches
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches the fragments whose turn it is (lines 5 to 7). Returns their number."""
+        """Launches the fragments that are due (lines 5 to 7), and returns their number."""
         due = self.timetable.due(step)
         if due:
             self.fragmented_model.cut_model.require_coverage()
@@ -319,7 +321,7 @@ class Rounds:
         return self.link.coded(launch, self._codec, self.timetable.schedule)
 
     def _leg(self, step: int) -> Leg:
-        """Returns the groups with which this one exchanges in a round, itself among them; () for
+        """Returns the groups with which this one exchanges in a round, including itself; () for
         all.
         """
         if self._route is None:
@@ -333,7 +335,7 @@ class Rounds:
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
-        prefetches for the next.
+        prefetches outer parameters for the next launches.
         """
         while self.flights and self.timetable.lands_at(self.flights[0].launch.step) <= step:
             yield self._landed(self.flights.pop(0), step)
@@ -343,11 +345,11 @@ class Rounds:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The fragments in flight, in the order of their launch."""
+        """The fragments in flight, in the order of their launches."""
         return tuple(flight.launch.fragment for flight in self.flights)
 
     def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
-        # Noted before the background may begin.
+        # The span ends before the background can begin.
         launch_span = began, time.perf_counter()
         return PendingFlight(
             launch, self.background.start(self._synchronizer.fly(launch)), launch_span
@@ -358,7 +360,7 @@ class Rounds:
 
     @torch.no_grad()
     def _landed(self, flight: PendingFlight, step: int) -> Landing:
-        """Waits for a flight, commits its result (lines 9 to 11), and takes that into the model
+        """Waits for a flight, commits its result (lines 9 to 11), and merges it into the model
         (line 12).
         """
         with _recorded("sdiloco::land"):
@@ -398,20 +400,20 @@ class Rounds:
     def average_now(
         self, step: int, receive: Callable[[PendingFlight], Received], *, ends: bool = False
     ) -> Iterator[Received | None]:
-        """Flies every fragment, a few at a time, for the plain mean of the local values.
+        """Flies all fragments, a few at a time, to take the plain mean of the local values.
 
-        ``receive`` waits for a flight and takes what it brings; that, or None, is yielded after
-        every launch, so that groups in one process can take turns. Where training ends, flights
-        take along what was requested.
+        ``receive`` waits for a flight and handles its result. The value that it returns, or None,
+        is yielded after every launch, so that groups in one process can take turns. At the end of
+        training, flights also carry requests.
         """
         purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
         fragments = self.fragmented_model.fragments
-        # In float32 a flight takes four times its fragment's size: a quarter of the model at once,
-        # and at the end no more than in a round.
+        # In float32, a flight takes four times the size of its fragment. So a quarter of the model
+        # is in flight at once, or at the end, no more than in a round.
         at_once = _most_in_flight(self.timetable.schedule) if ends else max(1, len(fragments) // 4)
-        # At the end first those whose local parameters are copied already, because they have just
-        # landed.
+        # At the end, fragments that have just landed come first, because their local parameters
+        # have already been copied.
         for fragment in sorted(fragments, key=lambda fragment: fragment.kept_local is None):
             received = receive(flights.pop(0)) if len(flights) >= at_once else None
             began = time.perf_counter()
@@ -434,11 +436,13 @@ class Rounds:
             yield self._landed(self.flights.pop(0), step)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Lands nothing: all groups end together, and go on together with what is in flight."""
+        """Lands nothing, because all groups end together, and continue together with the same
+        flights.
+        """
         return iter(())
 
     def close(self) -> None:
-        """Ends nothing: the engine closes the background, which it made."""
+        """Does nothing, because the engine closes the background that it created."""
 
     # Checkpoints
 
@@ -454,7 +458,7 @@ class Rounds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Launches again what was in flight: the same values give the same bytes."""
+        """Launches again the fragments that were in flight. The same values give the same bytes."""
         for saved in state["flights"]:
             began = time.perf_counter()
             outer = self.fragmented_model.fragments[saved["fragment"]].load_outer()
@@ -462,7 +466,7 @@ class Rounds:
             self.flights.append(self._flight_of(launch, began))
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
-        """Refuses a state with another outer optimizer, or another schedule of it."""
+        """Refuses a state with a different outer optimizer, or a different schedule for it."""
         for part, description in self.fragmented_model.outer_optimizer.described.items():
             if saved[part] != description:
                 raise ValueError(
@@ -472,12 +476,12 @@ class Rounds:
 
     @torch.no_grad()
     def load_records(self, state: Mapping[str, Any], settings: Settings) -> None:
-        """Takes the settings and records of a state; `load_state_dict` then takes its flights."""
+        """Loads the settings and records of a state; `load_state_dict` then loads its flights."""
         if settings != self.settings:
             self._cut(settings)
         fragments = self.fragmented_model.fragments
         require_same_fragments(fragments, state["fragments"])
-        # A state may have been saved before its rounds were chosen, and so before any launch.
+        # A state may have been saved before its rounds were chosen, and thus before any launch.
         saved_every = read_settings(state["settings"])["sync_every"]
         rounds_are_the_same = saved_every == self.settings.sync_every
         if rounds_are_the_same:
@@ -489,7 +493,7 @@ class Rounds:
             )
         for fragment, saved in zip(fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        # Of a run of an earlier version the rounds began after its warm-up.
+        # In a run of an earlier version, the rounds began after its warm-up.
         self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
         if rounds_are_the_same:
             self.timetable.state = state["schedule"]
@@ -497,14 +501,14 @@ class Rounds:
 
 
 def chosen_settings(requested: Settings, model: nn.Module, topology: Topology) -> Settings:
-    """Returns settings with a direction and numbers that suit model and groups. All ranks must
-    call it.
+    """Returns settings with a direction and numbers that suit the model and the groups. All ranks
+    must call it.
     """
     return with_direction(requested, model, topology).chosen_for(topology.num_groups)
 
 
 def _most_in_flight(schedule: Schedule) -> int:
-    """Returns how many flights there are at once in rounds. A flight lands after the launches of
+    """Returns the largest number of flights at once in rounds. A flight lands after the launches of
     the same step.
     """
     most = 0
@@ -533,5 +537,5 @@ def keep_until_done(tensors: Iterable[Tensor]) -> None:
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    """Names a part of a profile, where one is taken."""
+    """Names a part of a profile, if one is being recorded."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
