@@ -529,11 +529,11 @@ class Selective(LaunchSchedule):
 
 
 class Timetable:
-    """Tells which fragments launch and land after an inner step of a run: the dense beginning
-    first, and then as a launch schedule decides from the landings.
+    """Determines after which inner steps of a run fragments launch and land: first in the dense
+    beginning, and then by a launch schedule, which takes the landings into account.
 
     Args:
-        schedule: The schedule of the rounds, with what is left of the dense beginning.
+        schedule: The schedule of the rounds, with the rest of the dense beginning.
         launches: The launch schedule.
         began_at: The inner step of the run after which the rounds began.
 
@@ -563,9 +563,7 @@ class Timetable:
         return self.schedule.is_dense(step - self.began_at)
 
     def counted_in_rounds(self, step: int) -> int:
-        """Returns the inner steps since the first of them that is not counted in the dense
-        beginning.
-        """
+        """Returns the number of inner steps since ordinary rounds began to be counted."""
         return step - self.began_at - self.schedule.dense_steps
 
     def lands_at(self, launched_at: int) -> int:
@@ -575,12 +573,12 @@ class Timetable:
         return launched_at + self.schedule.overlap_of(launched_at - self.began_at)
 
     def longest_wait(self, step: int) -> int:
-        """Returns how many inner steps it takes at most, from now on, until a request has landed
-        with a launch.
+        """Returns the most inner steps that a request needs to travel with a launch and land, if it
+        is made after this inner step or a later one.
         """
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def note(self, landing: Heard) -> None:
-        """Notes a landing, launched at an inner step of the run."""
+        """Records a landing, whose launch is given as an inner step of the run."""
         launched_at = self.counted_in_rounds(landing.launched_at)
         self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -11,13 +11,13 @@ in exactly one place: held, in flight, counted in one record, or dropped for a r
 landing names. No sample counts twice, and no sample that was sent is lost.
 
 [Note: what an earlier incarnation has launched] An incarnation that was killed may have launched
-the training in the next one's checkpoint, and more. If that launch has been counted, the next
-incarnation takes the outer values before its first step. If the launch *stands*, that is, its round
-is still open, the next incarnation begins again from the outer values, also before its first step.
-From then on, the training that it holds is *apart* from that launch. The launch therefore lands
-like a contribution of another site: the local parameters move by as much as the outer ones, and all
-training since is kept. A checkpoint records this, so that a further incarnation does not begin
-again. The hub accepts no other launch of the site for that round, so the site makes none.
+the training in the next one's checkpoint, and later training. If that launch has been counted, the
+next incarnation takes the outer values before its first step. If the launch *stands*, that is, its
+round is still open, the next incarnation begins again from the outer values, also before its first
+step. From then on, the training that it holds is *apart* from that launch. The launch therefore
+lands like a contribution of another site: the local parameters move by as much as the outer ones,
+and all training since is kept. A checkpoint records this, so that a further incarnation does not
+begin again. The hub accepts no other launch of the site for that round, so the site makes none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,8 +59,8 @@ class MergeAction(Enum):
 
 @dataclass
 class InFlight:
-    """A flight: the contribution, the inner step of its launch, and how many inner steps it
-    contains.
+    """A flight: the contribution, the inner step of its launch, and the number of inner steps that
+    it contains.
     """
 
     own: Contribution
@@ -86,7 +86,7 @@ class Progress:
         skipped: The last round whose call the site has declined.
         ended: True once the last round of the run has landed.
         records: The records of rounds after the applied one, by round.
-        lacking: The rounds of these records whose payloads the hub should have but does not.
+        lacking: The rounds of these records whose payloads the hub should have but has lost.
         closed: The last round that is known to be closed.
         kept_from: The first round whose payloads the hub keeps.
         refused: The last round whose record was measured against different outer parameters.
@@ -130,8 +130,8 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """True if all closed rounds have landed, except the round of a flight, which lands when it
-        is due, and later ones.
+        """True if all closed rounds have landed, except that of a flight, which lands when it is
+        due, and later ones.
         """
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
@@ -200,7 +200,7 @@ class Progress:
         return self.is_fresh or counted.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Notes the launch of this site in the hub's open round; returns whether the site begins
+        """Notes the launch of this site in the hub's open round. Returns whether the site begins
         again from the outer values.
         """
         self.standing = standing
@@ -488,7 +488,7 @@ class Follower:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Notes after each failed attempt that the hub cannot be reached. Training continues."""
+        """Notes a failed attempt to reach the hub. Training continues."""
         self.reachable = False
         if self._alone_since is None:
             self._alone_since = now
@@ -552,7 +552,7 @@ class Follower:
     # Training
 
     def trained(self, samples: int, steps: int = 1, rate: float = 0.0) -> None:
-        """Counts an inner step, or the inner steps from before the site joined, with their learning
+        """Counts an inner step, or all inner steps from before the site joined, with their learning
         rate.
         """
         self._trained_steps += steps
@@ -586,8 +586,8 @@ class Follower:
         return due if due and self.follows else []
 
     def skips(self) -> list[Call]:
-        """Returns, once each, the calls that this site declines because it has trained too
-        little.
+        """Returns the calls that this site declines because it has trained too little, each only
+        once.
         """
         if self._finishing:
             return []
@@ -675,7 +675,7 @@ class Follower:
         return step < progress.flight.launched_at + overlap
 
     def waits(self, step: int, now: float) -> float:
-        """Returns for how many seconds training waits for a landing; 0 while the hub cannot be
+        """Returns how many more seconds training waits for a landing; 0 while the hub cannot be
         reached.
         """
         longest_wait = 0.0
@@ -740,8 +740,8 @@ class Follower:
         return self._directions.bit_count()
 
     def judge_direction(self, direction: Direction) -> bool:
-        """Notes the direction of a contribution; returns whether contributions now point against
-        the others and did not before.
+        """Notes the direction of a contribution. Returns whether contributions have just begun to
+        point against the others.
         """
         pointed_against = self.against >= AGAINST
         self._cosine = round(100 * direction.cosine)

@@ -81,8 +81,8 @@ class RankReport(NamedTuple):
 
     Attributes:
         events: At the first rank, the kinds of new events, and their fields as plain values.
-        fetched: The keys of records whose payloads this rank has fetched (True) or knows to be gone
-            (False).
+        fetched: The keys of records whose payloads this rank has fetched (True) or has found to be
+            gone (False).
         now: The time of this rank.
         requests: The request bits that this rank sends to all ranks.
         samples: The samples that this rank has trained on since the last report.
@@ -250,8 +250,8 @@ class SharedConnection:
 
 
 def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
-    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and
-    untrained state.
+    """Returns the part of an outer state that belongs to a fragment: outer parameters, outer
+    optimizer and untrained state.
     """
     parameters = to_parameters(
         fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
@@ -323,8 +323,8 @@ class Applying(NamedTuple):
 
 
 class FederatedWorld:
-    """Launches and lands according to the records of a federation; see [Note: how a site uses its
-    connection].
+    """Launches and lands fragments according to the records of a federation; see [Note: how a site
+    uses its connection].
     """
 
     def __init__(
@@ -387,7 +387,8 @@ class FederatedWorld:
         self._step = step
         self.hear()
         while not self._has_joined():
-            # One landing at a time: for a site far behind, a state is faster and arrives meanwhile.
+            # Landings are taken one at a time: if the site is far behind, a state is faster and may
+            # arrive meanwhile.
             landing = next(self._land_ready(step), None)
             self._look_after()
             if landing is None:
@@ -411,8 +412,8 @@ class FederatedWorld:
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches fragments that are due and returns their number. All ranks immediately learn the
-        requests of each rank.
+        """Launches fragments that are due and returns their number. All ranks receive each other's
+        requests immediately.
         """
         self._step = step
         self.requested = self.hear(self._rounds.requests.take())
@@ -522,8 +523,8 @@ class FederatedWorld:
             self._at_end()
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same as `land_all`, but waits for the hub no longer than for a landing, because
-        a site that must end has little time.
+        """Does the same as `land_all`, but waits no longer than for one landing, because a site
+        that must end has little time.
         """
         deadline = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < deadline)
@@ -582,8 +583,8 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
-        """Applies the records that land next in the background, if their payloads are here, and
-        lands those that are due.
+        """Applies the next records in the background, if their payloads have arrived, and lands
+        those that are due.
         """
         while True:
             self._apply_next()
@@ -767,7 +768,7 @@ class FederatedWorld:
     # Incoming events
 
     def hear(self, requests: int = 0) -> int:
-        """Handles the events since the last call, and says hello before the first call; returns the
+        """Handles the events since the last call, and says hello at the first call. Returns the
         requests of all ranks.
         """
         if not self._has_said_hello:
@@ -828,7 +829,8 @@ class FederatedWorld:
         snapshot = event.snapshot
         is_new = all(progress.digest is None for progress in self.follower.fragments)
         if is_new and snapshot and not any(position.round for position in snapshot.applied):
-            # At round 0, it has the state on which the run was founded, if its values are the same.
+            # At round 0, this site has the state on which the run was founded if its values are the
+            # same.
             digests = self.digests()
             if list(snapshot.digests) == digests:
                 self.follower.found(digests)
