@@ -122,8 +122,8 @@ class Synchronizer:
         has_own_exchange = topology.second_hop is not topology.exchange
         # The outer step runs in the thread that took the mean if no group waits for a second hop,
         # and if no measurement of a link depends on when a wait for messages begins. Handing over
-        # to another thread takes as long as both together. The outer step also runs there if both
-        # hops share one exchange, which only one thread may use.
+        # to another thread would take as long as the mean and the step together. The outer step
+        # also runs there if both hops share one exchange, which only one thread may use.
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
