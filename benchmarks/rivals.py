@@ -252,12 +252,12 @@ def plans_of_steps(quick: bool, rows: list[Row]) -> Iterator[list[Plan]]:
     if quick:
         return
     for sites, mbit_s, method in product(SITES, LINKS, METHODS):
-        whole = row_of(rows, "whole", method, sites)
-        if not whole or sites not in METHODS[method].sites or method == "alone":
+        whole_row = row_of(rows, "whole", method, sites)
+        if not whole_row or sites not in METHODS[method].sites or method == "alone":
             continue
-        training = case(quick, sites, whole["case"]["lr"])
-        if "told" in whole and "sync_every" in whole["told"]:
-            training = replace(training, sync_every=whole["told"]["sync_every"])
+        training = case(quick, sites, whole_row["case"]["lr"])
+        if "told" in whole_row and "sync_every" in whole_row["told"]:
+            training = replace(training, sync_every=whole_row["told"]["sync_every"])
         yield [Plan("steps", method, sites, COUNTED + training.sync_every, mbit_s, 0, training)]
 
 
@@ -305,8 +305,8 @@ def measure(stages: Sequence[str], quick: bool, path: Path | None) -> list[Row]:
                 rows.append(row)
                 about = report.measured("rivals", quick)
                 report.write(path, headline(rows), about, rows=rows)
-                told = f"{stage}: {row['method']}, {row['sites']} sites, {row['case']['lr']:g}"
-                report.said(f"{told}: {outcome(row)}")
+                title = f"{stage}: {row['method']}, {row['sites']} sites, {row['case']['lr']:g}"
+                report.said(f"{title}: {outcome(row)}")
     return rows
 
 
@@ -386,8 +386,8 @@ def row_of(rows: list[Row], stage: str, method: str, sites: int) -> Row:
 
 def whole_runs(rows: list[Row], sites: int) -> Mapping[str, Row]:
     """Returns the whole runs with so many sites, by method."""
-    found = {method: row_of(rows, "whole", method, sites) for method in METHODS}
-    return {method: row for method, row in found.items() if row}
+    first_rows = {method: row_of(rows, "whole", method, sites) for method in METHODS}
+    return {method: row for method, row in first_rows.items() if row}
 
 
 def final(row: Row) -> float:
@@ -483,9 +483,9 @@ def show_steps(rows: list[Row]) -> None:
     for sites, (name, method) in product(SITES, METHODS.items()):
         computed = [computed_seconds(rows, name, sites, mbit_s) for mbit_s in LINKS]
         if any(computed):
-            whole = row_of(rows, "whole", name, sites)
+            whole_row = row_of(rows, "whole", name, sites)
             cells = ["-" if seconds is None else f"{seconds:.0f}" for seconds in computed]
-            measured_seconds = f"{whole['points'][-1]['seconds']:.0f}"
+            measured_seconds = f"{whole_row['points'][-1]['seconds']:.0f}"
             table.append([f"{method.label}, M={sites}", *cells, measured_seconds])
     columns = ["seconds by a hundred steps", *(f"{mbit_s:g} Mbit/s" for mbit_s in LINKS)]
     report.show("Seconds of a whole run", [*columns, f"measured on {MBIT_S:g}"], table)

@@ -48,9 +48,9 @@ def of_headline() -> Iterator[Claim]:
     numel = parameters(Size(**case["size"]))
     link = [ours["mbit_s"], 1000 * rivals.ROUND_TRIP]
     ends = [_seconds_to_target(), _end("ddp")["seconds"]]
-    others = [_end("torchft")["loss"] - _end("ddp")["loss"], _end("torchft")["seconds"]]
+    of_torchft = [_end("torchft")["loss"] - _end("ddp")["loss"], _end("torchft")["seconds"]]
     pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
-    yield Sentence(README, pattern, [*ends, *others])
+    yield Sentence(README, pattern, [*ends, *of_torchft])
     settings = "# parameters, two sites, # Mbit/s, # ms round trip"
     yield Sentence(README, settings, [numel, *link])
     yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)

@@ -173,6 +173,7 @@ def test_a_gap_without_interval_and_seeds_is_found(text: str, expected: list[str
     assert [gap for _, gap in gaps.unmarked(Page("page.md", text))] == expected
 
 
+RESULTS = "docs/benchmarks/curve.json"
 PLAN = "# Plans\n\n## A curve (`benchmarks.curve`)\n\nSeed 10.\n"
 
 
@@ -195,15 +196,20 @@ class Repository:
         self.git("commit", "--quiet", "--message", path)
 
 
+@pytest.fixture
+def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "RESULTS", {"curve": RESULTS})
+
+
+@pytest.mark.usefixtures("one_plan")
 @pytest.mark.timeout(60)
 def test_a_late_or_changed_plan_is_named_and_a_short_history_tells_nothing(tmp_path: Path) -> None:
-    results = plans.RESULTS["curve"]
     late = Repository(tmp_path)
-    late.commit(results, "{}")
+    late.commit(RESULTS, "{}")
     late.commit(plans.PLAN, PLAN)
     (sentence,) = plans.wrong(tmp_path)
     assert "was not there before its first result" in sentence
-    late.git("rm", "--quiet", results)
+    late.git("rm", "--quiet", RESULTS)
     late.git("commit", "--quiet", "--message", "again")
     clone = tmp_path / "clone"
     late.git("clone", "--quiet", "--depth=1", f"file://{tmp_path}", str(clone))
@@ -214,12 +220,13 @@ def test_a_late_or_changed_plan_is_named_and_a_short_history_tells_nothing(tmp_p
         list(plans.wrong(tmp_path))
 
 
+@pytest.mark.usefixtures("one_plan")
 @pytest.mark.timeout(60)
 def test_a_plan_stays_as_it_was_before_the_first_result(tmp_path: Path) -> None:
     repository = Repository(tmp_path)
     repository.commit(plans.PLAN, PLAN)
     assert list(plans.wrong(tmp_path)) == []
-    repository.commit(plans.RESULTS["curve"], "{}")
+    repository.commit(RESULTS, "{}")
     repository.commit(plans.PLAN, PLAN.replace("\n\nSeed", "\n\n\nSeed"))
     assert list(plans.wrong(tmp_path)) == []
     repository.commit(plans.PLAN, PLAN.replace("10", "11"))

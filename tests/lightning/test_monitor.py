@@ -43,6 +43,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoMonitor,
     StreamingDiLoCoStrategy,
 )
+from lightning_sdiloco.algorithm.schedule import Every, Timetable
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, scalars_of
 from lightning_sdiloco.tools.run_files import LandingRecord, Rank, read_run, trace
@@ -434,11 +435,10 @@ def test_the_link_rate_is_the_busier_directions_and_unknown_numbers_are_not_show
 def test_progress_fits_into_a_line_and_shows_neither_unknown_rates_nor_dense_rounds() -> None:
     engine = SimpleNamespace(
         rounds=SimpleNamespace(
-            began_at=10,
-            outer_steps=12,
             in_flight=(0, 1, 2, 3),
-            schedule=Schedule(20, 5, 4, DenseBeginning(rounds=3)),
+            timetable=Timetable(Schedule(20, 5, 4, DenseBeginning(rounds=3)), Every(), 10),
         ),
+        fragmented_model=SimpleNamespace(outer_steps=12),
         history=SimpleNamespace(last_landing=UNKNOWN_RATE),
         inner_steps=310,
     )
