@@ -17,7 +17,8 @@ is in the times.
 Every site is a network namespace with one rank that really computes, so ``whole`` and ``steps``
 need root and an idle machine; four ranks share two cores. Methods that exchange in every step
 hardly compute, so their runs share the machine, over links of their own. With --json every row is
-kept at once, and rows that the file has are not measured again, unless they failed.
+kept at once, and rows that the file has are not measured again, unless they failed. A whole run
+whose row says ``loaded`` had to share the machine, and its times are those of its short run.
 
 The peers need Pythons of their own: benchmarks/peers/install.sh. One that is not there is left out,
 with the reason.
@@ -386,8 +387,26 @@ def row_of(rows: list[Row], stage: str, method: str, sites: int) -> Row:
 
 def whole_runs(rows: list[Row], sites: int) -> Mapping[str, Row]:
     """Returns the whole runs with so many sites, by method."""
-    first_rows = {method: row_of(rows, "whole", method, sites) for method in METHODS}
-    return {method: row for method, row in first_rows.items() if row}
+    runs = {}
+    for method in METHODS:
+        row = row_of(rows, "whole", method, sites)
+        if row.get("loaded"):
+            row = timed_by_steps(rows, row)
+        if row:
+            runs[method] = row
+    return runs
+
+
+def timed_by_steps(rows: list[Row], row: Row) -> Row:
+    """Returns a run whose machine had other work to do, with the times that its short run gives."""
+    steps = [point["step"] for point in row["points"]]
+    times = [
+        computed_seconds(rows, row["method"], row["sites"], row["mbit_s"], step) for step in steps
+    ]
+    points = [
+        {**point, "seconds": seconds} for point, seconds in zip(row["points"], times, strict=True)
+    ]
+    return {**row, "points": points}
 
 
 def final(row: Row) -> float:
@@ -399,14 +418,19 @@ def seconds_to(row: Row, loss: float) -> float | None:
     return next((point["seconds"] for point in row["points"] if point["loss"] <= loss), None)
 
 
-def computed_seconds(rows: list[Row], method: str, sites: int, mbit_s: float) -> float | None:
-    """Returns what a whole run takes on a link by its short runs; None where they are missing."""
+def computed_seconds(
+    rows: list[Row], method: str, sites: int, mbit_s: float, done: int | None = None
+) -> float | None:
+    """Returns how long a run takes on a link to do some steps, all of them by default, by its short
+    runs; None where they are missing.
+    """
+    steps = case(False, sites, RATES[0]).steps
+    with_ddp = min(done or steps, METHODS[method].ddp_share * steps)
     step = _step_seconds(rows, method, sites, mbit_s)
-    share = METHODS[method].ddp_share
-    ddp_step = _step_seconds(rows, "ddp", sites, mbit_s) if share else 0.0
+    ddp_step = _step_seconds(rows, "ddp", sites, mbit_s) if with_ddp else 0.0
     if step is None or ddp_step is None:
         return None
-    return case(False, sites, RATES[0]).steps * ((1 - share) * step + share * ddp_step)
+    return with_ddp * ddp_step + ((done or steps) - with_ddp) * step
 
 
 def _step_seconds(rows: list[Row], method: str, sites: int, mbit_s: float) -> float | None:
@@ -441,8 +465,8 @@ def show(rows: list[Row]) -> None:
     for name, method in METHODS.items():
         cells = [method.label]
         for sites in SITES:
-            row = row_of(rows, "whole", name, sites)
-            cells += _cells(row, row_of(rows, "whole", "ddp", sites)) if row else ["-"] * 4
+            runs = whole_runs(rows, sites)
+            cells += _cells(runs[name], runs.get("ddp", {})) if name in runs else ["-"] * 4
         table.append(cells)
     columns = ["method"]
     for sites in SITES:

@@ -191,7 +191,7 @@ def of_verdict() -> Iterator[Claim]:
         numbers,
     )
     apart = max(_apart(small.ours), _apart(small.plain))
-    yield Sentence(BENCHMARKS, "Seeds differ by up to # %", [apart])
+    yield Sentence(BENCHMARKS, "seeds differ by up to # %", [apart])
 
 
 def _apart(same: Sequence[Run]) -> float:
@@ -206,10 +206,6 @@ def of_bytes() -> Iterator[Claim]:
     fractions += [ratio_of_bytes(by_itself(groups)) for groups in GROUPS]
     pattern = "Groups send 1/#, 1/# and 1/# of DDP's bytes (1/#, 1/# and 1/# with H=20)"
     yield Sentence(BENCHMARKS, pattern, fractions)
-    before = [ratio_of_bytes(earlier(groups)) for groups in (4, 8)]
-    shares = [100 * _EARLIER_WARMUP[groups] / steps_of(groups) for groups in (4, 8)]
-    pattern = "in the first # and # % of the steps, which made training wait and sent 1/# and 1/# of DDP's bytes"
-    yield Sentence(BENCHMARKS, pattern, [*shares, *before])
 
 
 def steps_of(groups: int) -> int:
@@ -224,10 +220,6 @@ def _rows_of_verdict() -> dict[str, list[float]]:
         f"the bare name: H = {lengths}": gaps(*map(bare, GROUPS)),
         "H=20, all else by default": gaps(*map(by_itself, GROUPS)),
     }
-    for sync_every in (20, 100):
-        settings = [earlier(groups, sync_every) for groups in GROUPS]
-        label = f"H={sync_every}, gradients averaged at first, earlier version"
-        rows[label] = gaps(*settings)
     for sync_every, counts in ((20, GROUPS), (50, GROUPS[:2]), (100, GROUPS)):
         settings = [elementwise(groups, sync_every) for groups in counts]
         rows[f"H={sync_every}, no dense beginning"] = gaps(*settings)

@@ -82,7 +82,7 @@ def _rates_and_losses(rows: Any, method: str) -> list[float]:
 
 
 def _run(method: str, sites: int = 2) -> Any:
-    return rivals.row_of(results("rivals")["rows"], "whole", method, sites)
+    return rivals.whole_runs(results("rivals")["rows"], sites)[method]
 
 
 def _end(method: str, sites: int = 2) -> Any:
