@@ -47,6 +47,7 @@ from benchmarks.picture import (
     ONE_GROUP,
     POST_LOCAL_SGD,
     POWER_SGD,
+    counted,
     figure,
     save,
 )
@@ -518,13 +519,13 @@ def show_steps(rows: list[Row]) -> None:
 def draw(rows: list[Row], path: Path | None) -> None:
     """Draws the loss of each whole run over the time."""
     if path is not None:
-        link = f"a link of {MBIT_S:g} Mbit/s with a round trip of {1000 * ROUND_TRIP:g} ms"
-        _draw_over(rows, path, "seconds", f"seconds on {link}, measured", 1.0)
+        link = f"{MBIT_S:g} Mbit/s, {1000 * ROUND_TRIP:g} ms"
+        _draw_over(rows, path, "seconds", f"seconds ({link})", 1.0)
 
 
 def draw_over_bytes(rows: list[Row], path: Path) -> None:
     """Draws the loss of each whole run over the bytes that a rank has sent."""
-    _draw_over(rows, path, "bytes", "MB that a rank has sent, measured", 1e6)
+    _draw_over(rows, path, "bytes", "MB sent per rank", 1e6)
 
 
 def _draw_over(rows: list[Row], path: Path, quantity: str, label: str, unit: float) -> None:
@@ -543,6 +544,9 @@ def _draw_over(rows: list[Row], path: Path, quantity: str, label: str, unit: flo
                 linewidth=2.5 if method.color == STREAMING else 1.4,
             )
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(counted)
+        # DDP with few updates is far above all others.
+        axes.set_ylim(top=3.0)
         axes.set_title(f"{sites} sites")
         axes.set_xlabel(label)
     panels[0].set_ylabel("validation loss, nats per byte")
