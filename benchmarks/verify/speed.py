@@ -70,6 +70,7 @@ def of_headline() -> Iterator[Claim]:
         sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
         probes.append((sent[0] - sent[1]) / 1e6)
     yield Sentence(BENCHMARKS, "which sent # and # MB per rank", probes)
+    yield Sentence(README, "which sent # MB per rank in the run at the top", probes[:1])
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
