@@ -246,12 +246,11 @@ class Progress:
         records that have not landed may not exist in its run, because they are from another hub or
         were rolled back.
         """
-        is_same_run = closed in [record.position for record in self.records.values()]
-        self.records = {
-            round: record
-            for round, record in self.records.items()
-            if is_same_run and round <= closed.round
-        }
+        last_record = self.records.get(closed.round)
+        if last_record is None or last_record.position != closed:
+            self.records = {}
+        for dropped_round in [round for round in self.records if round > closed.round]:
+            del self.records[dropped_round]
         self.lacking = set()
         self.closed = max(self.applied.round, closed.round)
         self.kept_from = kept_from
