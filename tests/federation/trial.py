@@ -406,7 +406,8 @@ class Site(ScriptedSite, Process):
             self.part(error)
 
     def part(self, error: AgreementError) -> None:
-        if self.world.hub.disk.is_real:
+        hub = self.life.welcomed_by
+        if hub is None or hub.disk.is_real:
             self.halt(error)
         else:
             # It refuses the hub and trains on its own: an operator will look after that hub.
@@ -506,7 +507,10 @@ class Site(ScriptedSite, Process):
 
     def can_give(self) -> bool:
         known_digests = [progress.digest for progress in self.follower.fragments]
-        return super().can_give() and self.digests() == known_digests
+        is_sound = self.digests() == known_digests
+        if super().can_give() and not is_sound:
+            self.world.judge.counts["a site says that its memory was changed"] += 1
+        return super().can_give() and is_sound
 
     def take_over(self, header: StateHeader, state: list[Values], donor: str) -> None:
         # Wrong values: until all has landed again, a checkpoint does not say what was launched
@@ -1289,7 +1293,10 @@ class World:
         """
         if self.asked_at > self.now - QUIET:
             return True
-        if not self.judge.counts["no site has a state"]:
+        counts = self.judge.counts
+        if counts["a site says that its memory was changed"]:
+            return not any(site.alive and site.can_give() for site in self.sites.values())
+        if not counts["no site has a state"]:
             return False
         has_donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
         return not has_donor and not any(site.follows for site in self.sites.values())
