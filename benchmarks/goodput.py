@@ -43,7 +43,7 @@ DOWN_SECONDS = 1.0
 FRAGMENTS = 2
 SITES = ("a", "b", "c", "d")
 FAULTS = (0, 2, 8, 30)
-SIMULATED = {4: FAULTS, 16: (*FAULTS, 125), 32: (*FAULTS, 125)}
+SIMULATED = {4: FAULTS, 16: (0, 30, 125), 32: (0, 30, 125)}
 SEED = 0
 
 Row = dict[str, Any]
