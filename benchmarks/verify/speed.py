@@ -261,7 +261,7 @@ def of_formats() -> Iterator[Claim]:
     yield Sentence(COMPRESSION, "which limits even a copy to #", [new_memory])
     int4 = _heavy_tails(errors["int4"])
     fp4 = _heavy_tails(errors["fp4"])
-    pattern = "lose on heavy tails (# against # to #)"
+    pattern = "less accurate on heavy-tailed values (# against # to #)"
     yield Sentence(COMPRESSION, pattern, [min(int4), min(fp4), max(fp4)])
 
 
@@ -271,7 +271,7 @@ def of_two_shots() -> Iterator[Claim]:
     gathered = errors["fp4, 8 groups: gather"]
     assert abs(errors["fp4, 8 groups: two shots"] - gathered) < 0.0005, "the page says: as in one"
     forgetful = errors["fp4, 8 groups: two shots that forget"]
-    pattern = "is off by #, the same as in one shot; without that memory, it is off by #"
+    pattern = "is off by #, as with one shot. Without this compensation, the sum is off by #"
     yield Sentence(COMPRESSION, pattern, [gathered, forgetful])
 
 
