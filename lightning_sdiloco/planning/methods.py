@@ -86,9 +86,9 @@ class _Fragment(NamedTuple):
 
     @property
     def working(self) -> int:
-        """The bytes that the background needs for a flight. These are an unsent payload, two
-        vectors for decoding and summing payloads, and, with two shots, the mean of the whole shard
-        and the current error of the second rounding.
+        """The background memory of a flight in bytes: an unsent payload, two vectors for decoding
+        and summing payloads, and, with two shots, the mean of the whole shard and the current error
+        of the second rounding.
         """
         nbytes = self.message + 2 * FLOAT32 * self.part
         if self.error:
@@ -97,7 +97,7 @@ class _Fragment(NamedTuple):
 
 
 class Streaming:
-    """The engine with given settings. DiLoCo corresponds to one fragment without overlap.
+    """The engine with given settings. DiLoCo is the special case of one fragment without overlap.
 
     ``bytes_per_step`` is the average number of bytes that a group sends per inner step in a long
     run.
@@ -279,8 +279,9 @@ class Streaming:
 
     @property
     def _outer_vectors(self) -> int:
-        """The number of vectors in the outer state. These are the outer parameters and momentum. On
-        a route without sharing, they also include the anchor and the second momentum vector.
+        """The number of vectors in the outer state. The outer state consists of the outer
+        parameters and momentum. On a route without sharing, it also includes the anchor and the
+        second momentum vector.
         """
         if self.settings.shares:
             return 2
@@ -302,8 +303,8 @@ Method = DataParallel | Streaming
 def _partners(settings: Settings, groups: Groups) -> float:
     """Returns the average number of groups that a group sends whole fragments to in a round.
 
-    On a route of pairs, this number is one. If the number of groups is odd, the last group joins a
-    pair.
+    On a route of pairs, each group sends to one other group. If the number of groups is odd, the
+    last group joins a pair.
     """
     if settings.shares:
         return groups.others
@@ -638,7 +639,7 @@ class _Play:
         message.
 
         Each group exchanges with all partners of its leg, at the speed of their slowest link. On a
-        route of pairs, a leg is a pair. Otherwise, it contains all groups.
+        route of pairs, a leg is a pair. Otherwise, a leg contains all groups.
         """
         settings = self._method.settings
         count = len(self._groups)

@@ -27,7 +27,7 @@ class PaperModel(NamedTuple):
 
     @property
     def compute_time(self) -> float:
-        """Returns the seconds of one inner step, which has one node less than ``step_time``."""
+        """Returns the seconds that the 3 L - 1 nodes of an inner step take."""
         return (3 * self.layers - 1) * self.node_time
 
     def layer_time(self, bits: int, gbit_s: float) -> float:

@@ -85,9 +85,11 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
     fragments, and separate fragments with overlap.
 
     Examples:
-        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(), Groups(step_time=0.1))
-        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in methods.items()}
-        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
+        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(),
+        Groups(step_time=0.1))
+        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in
+        methods.items()} {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap':
+        0.974}
     """
     at_once = replace(settings, overlap_steps=0)
     return {
@@ -165,7 +167,8 @@ def through_hub(
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
-        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0), gbit_s=1.0)
+        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0),
+        gbit_s=1.0)
         >>> load.bytes_in, load.bytes_out, load.share, load.enough
         (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
     """

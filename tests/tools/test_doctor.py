@@ -261,4 +261,4 @@ def test_a_server_that_is_no_store_is_reported() -> None:
     with listening("http") as port:
         for printed in run_processes(doctored_elsewhere, 2, port, timeout=30):
             assert printed.code == 2
-            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore" in printed.err
+            assert f"127.0.0.1:{port} responds, but is not a torch TCPStore" in printed.err
