@@ -1,4 +1,4 @@
-"""Streaming DiLoCo for PyTorch Lightning, for training one model over slow links."""
+"""Streaming DiLoCo for PyTorch Lightning, for training one model across slow links."""
 
 from difflib import get_close_matches
 from importlib import import_module

@@ -160,7 +160,7 @@ def of_wire_bytes() -> Iterator[Claim]:
     ddp = rows["Lightning DDP"]["bytes_per_step"]
     shares = {name: ddp / row["bytes_per_step"] for name, row in rows.items()}
     fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
-    yield Sentence(README, "The fp4 scales raise this to 1/#", [fp4])
+    yield Sentence(README, "The fp4 scales increase this share to 1/#", [fp4])
     yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
     pattern = 'PowerSGD with rank 2 sends 1/#, torchft sends 1/# (as does our fp32), and "sparse" sends 1/#'
     numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]

@@ -4,8 +4,8 @@
 processes, and the run ends when one host fails. A site is a separate world. Before any process
 group is created, `make_world` sets the environment variables so that process groups connect only
 the processes of this host. This works for processes that SLURM or a script starts. With torchrun,
-start one torchrun per host, because a torchrun that spans several hosts restarts all hosts when one
-process fails.
+start one torchrun per host, because a torchrun that spans several hosts restarts all processes when
+one process fails.
 """
 
 import json

@@ -133,8 +133,9 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
 def table_4() -> Iterator[Entry]:
     """Yields the entries of Table 4 from the closed form, together with the printed values.
 
-    Each entry follows the procedure that the paper apparently used. It is the largest bandwidth on
-    the grid whose utilisation does not exceed the target, rounded to two decimals and then to one.
+    Each entry follows the procedure that the paper apparently used. The value is the largest
+    bandwidth on the grid whose utilisation does not exceed the target, rounded to two decimals and
+    then to one.
 
     Examples:
         >>> for entry in list(table_4())[:2]:
