@@ -1,4 +1,4 @@
-"""Streaming DiLoCo for PyTorch Lightning: train one model on worker groups joined by slow links."""
+"""Streaming DiLoCo for PyTorch Lightning, for training one model across slow links."""
 
 from difflib import get_close_matches
 from importlib import import_module
@@ -125,8 +125,8 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         "StreamingDiLoCoStrategy",
     ]
 
-# Public names that only the compression package has. It imports torch, and code that only checks
-# whether a name exists must not wait for that.
+# Public names that only the compression package contains. They are listed here because this
+# package imports torch, and checking whether a name exists must not wait for that import.
 _COMPRESSIONS = (
     "ByLink",
     "ErrorFeedback",
@@ -153,11 +153,11 @@ _EXAMPLES = {
 
 
 class _IsAnExample(ImportError, ValueError):
-    """A name is not part of the package: both an import error and a wrong configuration value."""
+    """Raised by imports and configurations that name a class from the examples."""
 
 
 def _advice(name: str) -> str:
-    """Returns the end of the message about a name that the package does not have."""
+    """Returns advice for a name that the package does not contain."""
     if not name[0].isupper():
         return ""
     if name in _COMPRESSIONS:
@@ -176,16 +176,18 @@ register_when_imported()
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports a name on first use: torch takes one second, a distribution two more."""
+        """Imports a name on first use, because torch and a distribution take three seconds to
+        import.
+        """
         if name in __all__:
             return getattr(_module_of(name), name)
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:
             raise _IsAnExample(
-                f"lightning_sdiloco has no {name}: it is an example, not part of the package."
-                f" Copy examples/methods/{_EXAMPLES[name]} from the repository next to your script,"
-                " and import it from there."
+                f"lightning_sdiloco does not contain {name}, which is an example. Copy"
+                f" examples/methods/{_EXAMPLES[name]} from the repository to the folder of your"
+                f" script, and import {name} from this file."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
 
@@ -196,8 +198,8 @@ if not TYPE_CHECKING:
             if not str(error.name).startswith(f"{__name__}."):
                 raise
             raise ImportError(
-                f"lightning_sdiloco.{name} is not in lightning-sdiloco-hub, which is for a hub's"
-                " machine. Install lightning-sdiloco instead."
+                f"lightning_sdiloco.{name} is not part of lightning-sdiloco-hub, which contains"
+                " only the hub. Install lightning-sdiloco instead."
             ) from error
 
     def __dir__() -> list[str]:

@@ -1,33 +1,32 @@
-"""Errors that several subpackages share.
+"""Errors that several subpackages raise.
 
-[Note: kinds of errors] Three kinds of errors are meant for users:
+[Note: kinds of errors] Three kinds of errors are intended for users:
 
-* ``ValueError``, including `Refused`: raised before training starts, or when a request is made.
-  Nothing has changed. Correct the setting, the file or the request.
+* ``ValueError``, including `Refused`: raised before training starts, or when a request is made,
+  without changing any state. Correct the setting, the file or the request.
 * `ExchangeError`: raised in the training thread by the call that would land a fragment, because
-  another group disconnected or was too slow. The model and the records of all fragments are as they
-  were before that landing, and the flight is lost. Training cannot continue, but a checkpoint can
-  still be saved.
-* `AgreementError`: raised in the same place if groups no longer agree. No landing has committed
-  anything on which groups disagree. Resume all groups from one checkpoint.
+  another group disconnected or was too slow. The flight is lost, but the model and the records of
+  all fragments are unchanged. Training cannot continue, but a checkpoint can still be saved.
+* `AgreementError`: raised by the same call if groups no longer agree. No landing has committed
+  values that differ between groups. Resume all groups from one checkpoint.
 
-The background thread passes every exception to the landing of its flight, so none is lost.
+The background thread passes every exception to the landing of its flight, so no exception is lost.
 """
 
 
 class ExchangeError(RuntimeError):
-    """A worker group did not respond, or disconnected, while a fragment was in flight."""
+    """Raised when a worker group disconnects or does not respond while a fragment is in flight."""
 
 
 class AgreementError(RuntimeError):
-    """The worker groups no longer agree on outer parameters or due fragments, or their values are
-    not finite.
+    """Raised when worker groups disagree on outer parameters or due fragments, or have non-finite
+    values.
     """
 
 
 class Refused(ValueError):
-    """A request was refused for the reason in the message; retrying does not help."""
+    """Raised when a request is refused for the reason in the message. Retrying does not help."""
 
 
 class Malformed(Refused):
-    """The bytes that were read are damaged, malicious, out of bounds, or from another version."""
+    """Raised for bytes that are damaged, malicious, out of bounds, or from a different version."""

@@ -1,14 +1,14 @@
-"""Memory for the long vectors of a flight, which is reused by the next flight or returned to the
+"""Memory for the long vectors of a flight, which is reused for the next flight or returned to the
 system.
 
-[Note: spare pages] The system zeroes a page before it provides it, which takes longer than most
-passes over the data that is then written there. So the pages of a finished flight are kept for the
-next one, up to the size that callers request with `SparePages`. If the next flight needs other
-sizes, spare pages are released as it takes new ones, so the total, including spare pages, hardly
-exceeds the most that was ever in use. The margin is enough for a few messages; otherwise, these
-would cause the pages of a long vector to be released and allocated again. Measured with two
-processes on one machine, a launch and its landing take 1.4, 1.1 and 1.3 times as long without spare
-pages, with 0.5, 2.1 and 8.4 million parameters.
+[Note: spare pages] The system fills a new page with zeros, which takes longer than most passes over
+the data. Therefore, the pages of a finished flight are kept for the next flight, up to the size
+that callers request with `SparePages`. If the next flight needs different sizes, spare pages are
+released while new pages are allocated. The total, including spare pages, therefore hardly exceeds
+the largest amount that was ever in use. The margin is sufficient for a few messages. Without a
+margin, these messages would cause the pages of a long vector to be released and allocated again.
+Without spare pages, a launch and its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and
+8.4 million parameters, measured with two processes on one machine.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 def give_back_free_memory() -> None:
-    """Returns memory that the host's allocator keeps for later to the system, where possible."""
+    """Returns the unused memory of the host's allocator to the system, if possible."""
     # glibc keeps free memory between blocks in use. Other C libraries may lack this function, or
     # there is no such library.
     with suppress(AttributeError, OSError, TypeError):
@@ -43,7 +43,7 @@ def give_back_free_memory() -> None:
 
 
 class SparePages:
-    """Requests, for the lifetime of this object, that unused pages are kept for later vectors."""
+    """Keeps unused pages for later vectors for the lifetime of this object."""
 
     def __init__(self, size: int) -> None:
         _SPARES.request(id(self), size)
@@ -51,10 +51,10 @@ class SparePages:
 
 
 class _Spares:
-    """Lends pages, and keeps returned pages while a caller requests it.
+    """A pool of pages, which keeps returned pages as long as a caller requests this.
 
-    A finalizer may run wherever memory is allocated, even in this class. If the lock is taken, the
-    finalizer does not keep the pages.
+    A finalizer can run wherever memory is allocated, even in this class. If the lock is already
+    held, the finalizer does not keep the pages.
     """
 
     def __init__(self) -> None:
@@ -67,15 +67,15 @@ class _Spares:
         self._lock = threading.Lock()
 
     def request(self, caller: int, size: int) -> None:
-        """Records how many bytes a caller requests to keep."""
+        """Records the number of bytes that a caller requests to keep."""
         self._requested[caller] = size
         if not size:
             del self._requested[caller]
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least ``size`` bytes; they are taken back once nothing refers to
-        them.
+        """Returns pages of at least ``size`` bytes, which return to the pool when they are no
+        longer used.
         """
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
@@ -94,9 +94,7 @@ class _Spares:
         self._change([pages])
 
     def _change(self, back: list[mmap.mmap], size: int = 0) -> mmap.mmap | None:
-        """Keeps returned pages. Given a size, takes the smallest spare pages that are barely
-        larger.
-        """
+        """Keeps returned pages, or takes the smallest spare pages that fit a given size."""
         if not self._lock.acquire(blocking=False):
             return None
         try:

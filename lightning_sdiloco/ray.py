@@ -1,5 +1,5 @@
 """The strategy for Ray Train, whose ``prepare_trainer`` accepts only subclasses of Ray's
-strategies. It needs ``ray[train]``.
+strategies. This module requires ``ray[train]``.
 """
 
 from typing import Any
@@ -13,14 +13,13 @@ from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoStrategy
 class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     """Trains one model on the workers of Ray Train, in worker groups.
 
-    Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default,
-    the workers on each node form a group; on a single node, each worker is a group. Give the
-    Trainer ``devices="auto"`` and a ``RayLightningEnvironment``, as Ray's guide says, and do not
-    set ``num_nodes``: Ray determines the nodes.
+    The arguments are those of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, which is
+    the default, the workers on each node form a group. On a single node, each worker is a group.
+    Pass ``devices="auto"`` and a ``RayLightningEnvironment`` to the Trainer, as in Ray's guide. Do
+    not set ``num_nodes``, because Ray determines the nodes.
 
     Raises:
-        ValueError: In the Trainer, with ``worker_groups="auto"``, if nodes have different numbers
-            of workers.
+        ValueError: If nodes have different numbers of workers with ``worker_groups="auto"``.
 
     Example:
         In the function that a ``ray.train.torch.TorchTrainer`` runs in each worker::
@@ -50,8 +49,9 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
             raise ValueError(
                 "worker_groups='auto' makes each node a worker group, but Ray has placed"
                 f" {local_workers} of {workers} workers on node {context.get_node_rank()}, and"
-                " different numbers elsewhere. Set worker_groups to a number, or place the same"
-                " number on every node with ScalingConfig(placement_strategy=...)."
+                " different numbers on other nodes. Set worker_groups to a number, or place the"
+                " same number of workers on every node with"
+                " ScalingConfig(placement_strategy=...)."
             )
         return int(workers // local_workers)
 

@@ -1,12 +1,12 @@
-"""Registers the strategies' names in both distributions of Lightning without importing either.
+"""Registers the strategy names in both distributions of Lightning without importing them.
 
-[Note: registered when imported] `import lightning_sdiloco` is all that
-`Trainer(strategy="streaming_diloco")` needs, whichever distribution the Trainer is from, and
-whether that is imported before or after. A distribution that is already imported gets the names at
-once. For a later one, a finder precedes Python's finders: it lets them search, and registers the
-names once the distribution's registry has been imported. The registered object is a function that
-imports the strategy when a Trainer requests it. A LightningCLI also finds imported classes by their
-bare names, so our module is imported along with its module.
+[Note: registered when imported] `Trainer(strategy="streaming_diloco")` requires only `import
+lightning_sdiloco`, before or after the import of either distribution. If a distribution is already
+imported, the names are registered immediately. Otherwise, a finder that precedes Python's finders
+calls these finders, and registers the names once the registry of the distribution has been
+imported. The registered object is a function that imports the strategy when a Trainer requests it.
+A LightningCLI also finds imported classes by their bare names, so importing the CLI module of a
+distribution also imports our module for it.
 """
 
 import sys
@@ -50,9 +50,7 @@ _UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
-    """Returns the names under which a strategy is registered, each with the arguments that it
-    implies.
-    """
+    """Returns the registered names of a strategy, each with the arguments that the name implies."""
     if name != "streaming_diloco":
         return {name: {}}
     # The suffixes that Lightning has for DDP. Some packages look for "ddp" in the name.
@@ -68,9 +66,7 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 
 
 def register_when_imported() -> None:
-    """Registers the strategies in modules that are already imported, and in those imported
-    later.
-    """
+    """Registers the strategies in modules that are already imported or will be imported later."""
     for module in sys.modules.keys() & _REGISTRIES.keys():
         _register(sys.modules[module])
     sys.meta_path.insert(0, _Finder())
@@ -96,7 +92,7 @@ def _make(module: str, strategy: str, **arguments: Any) -> Any:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that later finders find; see [Note: registered when imported]."""
+    """A finder that delegates to the later finders; see [Note: registered when imported]."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

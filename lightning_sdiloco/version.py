@@ -1,4 +1,4 @@
-"""The version of the package, its distribution, its checkpoints and its run configs."""
+"""The version of the package, which its checkpoints and run configs also contain."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ VERSION = "0.1.0"
 
 
 def require_one_distribution(folder: Path) -> None:
-    """Refuses a folder of packages into which both distributions were installed.
+    """Raises an error if both distributions are installed in a folder of packages.
 
     Raises:
-        ImportError: If both are installed: they share files and may have different versions.
+        ImportError: If both distributions are installed, because they share files and may differ in
+            version.
     """
     distributions = {
         path.name.split("-")[0] for path in folder.glob("lightning_sdiloco*.dist-info")
@@ -17,7 +18,7 @@ def require_one_distribution(folder: Path) -> None:
     if len(distributions) > 1:
         raise ImportError(
             f"lightning-sdiloco and lightning-sdiloco-hub are both installed in {folder}. They"
-            " share files, so one may run with parts of the other. Remove both (pip uninstall"
-            " lightning-sdiloco lightning-sdiloco-hub), and install one: the first has all of the"
-            " second."
+            " share files, so one package may run with parts of the other. Remove both packages"
+            " (pip uninstall lightning-sdiloco lightning-sdiloco-hub), and then install only one"
+            " of them. lightning-sdiloco includes the hub."
         )

@@ -85,7 +85,7 @@ def test_errors_refer_to_the_file_of_an_example(name: str, argument: str, file: 
     """In an import, and as a class path of a YAML file."""
     assert FOLDER / f"{file}.py" in EXAMPLES
     for kind in (ImportError, ValueError):
-        with pytest.raises(kind, match=rf"has no {name}: .*examples/methods/{file}\.py"):
+        with pytest.raises(kind, match=rf"does not contain {name}, .*examples/methods/{file}\.py"):
             exec(f"from lightning_sdiloco import {name}")
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Trainer, "trainer")

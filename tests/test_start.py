@@ -165,7 +165,7 @@ except ImportError as error:
 """
     output = run_python(code, LIGHTNING | {"torch", "triton"}, hub_folder(tmp_path / "hub"))
     assert "sdiloco doctor is not in lightning-sdiloco-hub" in output
-    assert "lightning_sdiloco.Federation is not in lightning-sdiloco-hub" in output
+    assert "lightning_sdiloco.Federation is not part of lightning-sdiloco-hub" in output
 
 
 def test_both_distributions_in_one_folder_are_refused(tmp_path: Path) -> None:

@@ -28,21 +28,21 @@ def _of_link(case: str) -> float:
 
 def of_hub_rounds() -> Iterator[Claim]:
     """What rounds cost a hub: hub_rounds.json, and the bits of fp4 of compression.json."""
-    pattern = "a round of 64 sites takes # s with payloads of"
+    pattern = "With payloads of 16 KiB, a round of 64 sites takes # s"
     yield Sentence(FEDERATION, pattern, [_cost(16, "sites", 64)])
     numbers: list[Expected] = [_cost(1024, "sites", sites) for sites in (16, 32)]
     numbers += [_cost(1024, "hub", sites) for sites in (16, 32, 64)]
     pattern = (
-        '16 sites take # s and 32 take # s; with mean="hub", they take # and # s, '
-        "and 64 sites take # s"
+        "a round of 16 sites takes # s, and a round of 32 sites takes # s. "
+        'With mean="hub", these rounds take # s and # s, and a round of 64 sites takes # s'
     )
     yield Sentence(FEDERATION, pattern, numbers)
     bits = results("compression", "docs")["errors"]["fp4"]["bits"]
     sent = 16 * 100e6 * bits / 8 / 1e9
     fetched = 15 * sent
     pattern = (
-        "send # GB every H steps and fetch # GB, which takes # seconds at 1 Gbit/s; "
-        'with mean="hub", they fetch # GB'
+        "upload # GB every H steps and download # GB, which takes # seconds at 1 Gbit/s. "
+        'With mean="hub", the sites download # GB'
     )
     yield Sentence(FEDERATION, pattern, [sent, fetched, About(8 * fetched), sent])
 

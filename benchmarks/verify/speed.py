@@ -49,7 +49,9 @@ def of_headline() -> Iterator[Claim]:
     link = [ours["mbit_s"], 1000 * rivals.ROUND_TRIP]
     ends = [_seconds_to_target(), _end("ddp")["seconds"]]
     of_torchft = [_end("torchft")["loss"] - _end("ddp")["loss"], _end("torchft")["seconds"]]
-    pattern = "DDP's final loss in # s; DDP needs # s, and torchft comes within # of it in # s"
+    pattern = (
+        "DDP's final loss in # s. DDP needs # s, and torchft comes within # of that loss in # s"
+    )
     yield Sentence(README, pattern, [*ends, *of_torchft])
     settings = "# parameters, two sites, # Mbit/s, # ms round trip"
     yield Sentence(README, settings, [numel, *link])
@@ -63,14 +65,14 @@ def of_headline() -> Iterator[Claim]:
     yield Sentence(BENCHMARKS, pattern, [above, *seconds])
     pattern = "The link has # Mbit/s and a round trip of # ms; the model has # parameters"
     yield Sentence(BENCHMARKS, pattern, [*link, numel])
-    pattern = "With four sites, it ends # % above DDP's loss, in # instead of # s"
-    yield Sentence(README, pattern, [above, *seconds])
+    pattern = "finishes in # s instead of # s, but its final loss is # % above DDP's"
+    yield Sentence(README, pattern, [*seconds, above])
     probes = []
     for sites in SITES:
         sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
         probes.append((sent[0] - sent[1]) / 1e6)
     yield Sentence(BENCHMARKS, "which sent # and # MB per rank", probes)
-    yield Sentence(README, "which sent # MB per rank in the run at the top", probes[:1])
+    yield Sentence(README, "That measurement sent # MB per rank in the run at the top", probes[:1])
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
@@ -105,9 +107,7 @@ def of_slow_links() -> Iterator[Claim]:
     settings = [millions, case["sync_every"]]
     round_trip = 1000 * slow_links.ROUND_TRIP
     more = headline("slow_links")["4 sites, 30 Mbit/s: best peer's step over ours"]
-    pattern = (
-        "# Mbit/s, the best peer takes # times as long (# million parameters, sync_every=#, # ms)"
-    )
+    pattern = "# Mbit/s, the fastest alternative takes # times as long (# million parameters, sync_every=#, # ms)"
     yield Sentence(README, pattern, [30, more, *settings, round_trip])
     alone = slow_links.row_of(rows, "alone", 2, None)["seconds"]
     yield Sentence(BENCHMARKS, "with 2 / 4 sites (# without any exchange)", [1000 * alone])
@@ -160,7 +160,7 @@ def of_wire_bytes() -> Iterator[Claim]:
     ddp = rows["Lightning DDP"]["bytes_per_step"]
     shares = {name: ddp / row["bytes_per_step"] for name, row in rows.items()}
     fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
-    yield Sentence(README, "The fp4 scales raise this to 1/#", [fp4])
+    yield Sentence(README, "The fp4 scales increase this share to 1/#", [fp4])
     yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
     pattern = 'PowerSGD with rank 2 sends 1/#, torchft sends 1/# (as does our fp32), and "sparse" sends 1/#'
     numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]
@@ -261,7 +261,7 @@ def of_formats() -> Iterator[Claim]:
     yield Sentence(COMPRESSION, "which limits even a copy to #", [new_memory])
     int4 = _heavy_tails(errors["int4"])
     fp4 = _heavy_tails(errors["fp4"])
-    pattern = "lose on heavy tails (# against # to #)"
+    pattern = "less accurate on heavy-tailed values (# against # to #)"
     yield Sentence(COMPRESSION, pattern, [min(int4), min(fp4), max(fp4)])
 
 
@@ -271,7 +271,7 @@ def of_two_shots() -> Iterator[Claim]:
     gathered = errors["fp4, 8 groups: gather"]
     assert abs(errors["fp4, 8 groups: two shots"] - gathered) < 0.0005, "the page says: as in one"
     forgetful = errors["fp4, 8 groups: two shots that forget"]
-    pattern = "is off by #, the same as in one shot; without that memory, it is off by #"
+    pattern = "is off by #, as with one shot. Without this compensation, the sum is off by #"
     yield Sentence(COMPRESSION, pattern, [gathered, forgetful])
 
 

@@ -1,10 +1,9 @@
-"""Reports of the first failure: a rank that fails records it, and a rank that has lost contact
-reports the first record.
+"""Reports of the first failure, which a failing rank records and all other ranks report.
 
-[Note: the first failure] When a process ends, the processes that wait for it learn only that a
-connection broke. So a rank that fails writes its number and its error into the store of the default
-process group before it ends, unless another rank has already done so. Nothing here waits for long,
-and nothing here may hide the original error.
+[Note: the first failure] When a process ends, the processes that wait for it only detect a broken
+connection. Therefore, a failing rank writes its number and its error to the store of the default
+process group before it ends, unless another rank has already done so. The code in this module never
+waits long and never hides the original error.
 """
 
 import itertools
@@ -19,14 +18,14 @@ from lightning_sdiloco.errors import ExchangeError
 
 _log = logging.getLogger(__name__)
 
-# The time limit for one look into the store.
+# The time limit for one query to the store.
 _SECONDS = 3.0
 
-# The time for which rank 0 waits for the others to look. Waiting longer would not help: some ranks
-# notice only when rank 0 ends.
+# The time that rank 0 waits until all other ranks have read the record. A longer wait would not
+# help, because some ranks notice the failure only when rank 0 ends.
 _READING_SECONDS = 2.0
 
-# All ranks of a program run the same fits one after the other; each fit has its own entry.
+# All ranks of a program run the same fits in the same order, and each fit has a separate entry.
 _runs = itertools.count()
 
 
@@ -39,9 +38,7 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Records this rank's failure, and reports which rank failed first if it was another
-        one.
-        """
+        """Records the failure of this rank, or reports which other rank failed first."""
         if self._store is None:
             return
         has_lost_contact = _has_lost_contact(exception)
@@ -61,13 +58,13 @@ class Failures:
         report = look.first_word
         if report == look.word:
             report = (
-                f"{self._name} has lost contact with another rank, but none has reported a failure:"
-                " a process was killed, or a machine or the network failed."
+                f"{self._name} has lost contact with another rank, but no rank has reported a"
+                " failure. A process was killed, or a machine or the network failed."
             )
         elif report is None and self._rank != 0:
             report = (
-                "Rank 0, which records which rank failed first, has ended. Its output names the"
-                " cause."
+                "Rank 0, which records the first failure, has ended. See the output of rank 0 for"
+                " the cause."
             )
         if report:
             _log.error(report)
@@ -78,12 +75,12 @@ class Failures:
 
 
 class _Look(threading.Thread):
-    """Looks in the store, which may not answer, for the record of the rank that failed first.
+    """A thread that reads the record of the first failure from the store, which may not respond.
 
     Attributes:
-        word: The record of this rank, which is stored if it is the first.
-        first_word: The first record of any rank; None while the store has not answered.
-        done: Set once the store has answered or failed.
+        word: The record of this rank, which is stored if no other rank has stored a record.
+        first_word: The first record of any rank, or None until the store has responded.
+        done: Set once the store has responded or failed.
     """
 
     def __init__(self, store: Any, key: str, word: str, readers: int) -> None:
@@ -93,7 +90,7 @@ class _Look(threading.Thread):
         self.done = threading.Event()
         self._store = store
         self._key = key
-        # The number of ranks that must have looked before the thread ends.
+        # The number of ranks that must have read the record before the thread ends.
         self._readers = readers
         self._deadline = time.monotonic() + _SECONDS + _READING_SECONDS
 
@@ -118,7 +115,7 @@ class _Look(threading.Thread):
 
 
 def _has_lost_contact(error: BaseException | None) -> bool:
-    """Returns whether an error only means that another rank is gone or late."""
+    """Returns whether an error only shows that another rank is gone or late."""
     texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
     while error is not None:
         if isinstance(error, ExchangeError):

@@ -1,12 +1,11 @@
-"""The hosts of a launch, each of which is a site: the numbers and addresses that the launcher
-provides, and a separate world for the processes of each host.
+"""The hosts of a launch, each of which is a site and a separate world.
 
-[Note: a world of each host] If a launcher starts processes on several hosts, it connects all of
-them, and the first host that dies ends the run. A site is a separate world: before any process
-group is made, `make_world` sets the environment variables so that process groups connect only the
-processes of this host. This works for SLURM's processes and for those that a script starts. With
-torchrun, start one torchrun per host. A torchrun that spans several hosts restarts all of them when
-a process of one dies.
+[Note: a world of each host] If a launcher starts processes on several hosts, it connects all
+processes, and the run ends when one host fails. A site is a separate world. Before any process
+group is created, `make_world` sets the environment variables so that process groups connect only
+the processes of this host. This works for processes that SLURM or a script starts. With torchrun,
+start one torchrun per host, because a torchrun that spans several hosts restarts all processes when
+one process fails.
 """
 
 import json
@@ -15,8 +14,8 @@ import re
 import socket
 from typing import NamedTuple
 
-# It passes the launch on to the processes that a script starts, whose other variables describe the
-# world of their host.
+# The variable passes the launch on to the processes that a script starts. Their other variables
+# describe the world of their host.
 _LAUNCH = "SDILOCO_LAUNCH"
 
 _LOOPBACK = "127.0.0.1"
@@ -26,7 +25,7 @@ _FIRST_PORT_OF_JOBS = 15_000
 
 
 class Launch(NamedTuple):
-    """The launch of a host, as far as its launcher reveals it.
+    """The launch of a host, as far as the launcher provides the information.
 
     Attributes:
         host: The name of this host.
@@ -34,7 +33,7 @@ class Launch(NamedTuple):
         number: The index of this host among all hosts, from 0.
         hosts: The number of hosts.
         address: The address of the first host.
-        port: A port there that nothing else uses.
+        port: A free port on the first host.
         processes: The number of processes on this host.
     """
 
@@ -48,13 +47,13 @@ class Launch(NamedTuple):
 
 
 def launch_of_host() -> Launch:
-    """Returns the launch of this host, from the environment."""
+    """Reads the launch of this host from the environment."""
     passed_on = os.environ.get(_LAUNCH)
     if passed_on is not None:
         return Launch(*json.loads(passed_on))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _refuse_common_torchrun()
-        # torchrun's address and port are those at which the processes of this host meet.
+        # The address and port from torchrun are for the rendezvous of the processes of this host.
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
         if "SLURM_JOB_NODELIST" in os.environ:
             return _launch_of_slurm()._replace(launcher="torchrun", processes=processes)
@@ -78,11 +77,11 @@ def _refuse_common_torchrun() -> None:
     agents = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if agents > 1:
         raise ValueError(
-            f"One torchrun started processes on {agents} hosts: when a process dies it restarts"
-            " those of all hosts, and no site could continue without the others. Start one torchrun"
-            " per host (--nnodes=1), and give each the address of the hub and the number of hosts:"
-            " Federation(run=..., hub='node0:29400', sites=2). Or start the hosts with srun"
-            " --no-kill --kill-on-bad-exit=0."
+            f"One torchrun started processes on {agents} hosts. When a process fails, torchrun"
+            " restarts the processes of all hosts, so no site could continue alone. Start one"
+            " torchrun per host (--nnodes=1), and pass the address of the hub and the number of"
+            " hosts to each: Federation(run=..., hub='node0:29400', sites=2). Or start the hosts"
+            " with srun --no-kill --kill-on-bad-exit=0."
         )
 
 
@@ -91,15 +90,13 @@ def _host_name() -> str:
 
 
 def _given_address() -> tuple[str | None, int | None]:
-    """Returns the address and port of the first host, if the user has set them."""
+    """Returns the address and port of the first host that the user has set, if any."""
     port = os.environ.get("MASTER_PORT")
     return os.environ.get("MASTER_ADDR"), None if port is None else int(port)
 
 
 def _launch_of_slurm() -> Launch:
-    """Returns the launch of a host in a SLURM job. A step on a single host is one of the job's
-    hosts.
-    """
+    """Returns the launch of a host in a SLURM job, including jobs with one step per host."""
     nodes = expanded(os.environ["SLURM_JOB_NODELIST"])
     step_nodes = expanded(os.environ.get("SLURM_STEP_NODELIST", ""))
     if len(step_nodes) > 1:
@@ -118,7 +115,7 @@ def _launch_of_slurm() -> Launch:
 
 
 def expanded(hostlist: str) -> list[str]:
-    """Returns the hosts in a list in SLURM's notation.
+    """Expands a host list in SLURM notation.
 
     Examples:
         >>> expanded("login,gpu[08-10,12]")
@@ -145,7 +142,7 @@ def _expanded_pattern(pattern: str) -> list[str]:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Returns the number of tasks on each node; SLURM writes "2(x3),1"."""
+    """Returns the number of tasks on each node from SLURM notation such as ``"2(x3),1"``."""
     counts = list[int]()
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(number)] * int(times or "1")
@@ -162,8 +159,8 @@ def make_world(launch: Launch, processes: int) -> None:
     if launch.processes not in (None, processes):
         raise ValueError(
             f"{launch.launcher} started {launch.processes} processes on {launch.host}, but the"
-            f" Trainer has devices={processes}: in a federation each host is a site, and all its"
-            " processes train. Set devices to that number."
+            f" Trainer has devices={processes}. In a federation, each host is a site, and all"
+            f" processes of the host train. Set devices={launch.processes}."
         )
     is_made = launch.launcher == "torchrun" or _LAUNCH in os.environ
     os.environ[_LAUNCH] = json.dumps(launch)
@@ -180,7 +177,7 @@ def make_world(launch: Launch, processes: int) -> None:
 
 
 def is_of_this_host(address: str) -> bool:
-    """Returns whether this machine has an address.
+    """Returns whether an address belongs to this machine.
 
     Raises:
         ValueError: If this machine cannot resolve the address.
@@ -189,9 +186,9 @@ def is_of_this_host(address: str) -> bool:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
-            f"{address!r}, where the hub of the federation is to run, is unknown on"
-            f" {_host_name()}: {error.strerror or error}. Give an address of the first host that"
-            " all hosts can resolve (MASTER_ADDR, or hub='ADDRESS:PORT')."
+            f"{address!r}, the address of the hub, cannot be resolved on {_host_name()}:"
+            f" {error.strerror or error}. Set an address of the first host that all hosts can"
+            " resolve (MASTER_ADDR, or hub='ADDRESS:PORT')."
         ) from error
     for family, kind, _, _, socket_address in addresses:
         try:

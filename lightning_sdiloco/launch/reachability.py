@@ -1,16 +1,15 @@
-"""The addresses on which a rank listens, and a test before process groups are made that all other
-ranks can reach it.
+"""The addresses that a rank listens on, and a check that all ranks can reach each other.
 
-gloo uses the interface that ``GLOO_SOCKET_IFNAME`` names, or otherwise the address of the host
-name. If the network inside a worker group is faster than the one between groups,
-``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups that connect worker
-groups. It differs between machines, so it is not an argument of the strategy.
+gloo uses the interface in ``GLOO_SOCKET_IFNAME``, or otherwise the address of the host name. If
+worker groups have a faster internal network, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface for
+the process groups between worker groups. The interface is not an argument of the strategy because
+it may differ between machines.
 
-[Note: reachability first] A process group connects its ranks when it is made, or in its first
-collective. If a rank cannot be reached, the process group waits until its timeout, and its error
-names no address. So every rank first opens a port on the address on which gloo will listen, and all
-others connect to it. Each pair is tried in both directions, because gloo decides which of two ranks
-connects to the other.
+[Note: reachability first] A process group connects its ranks when it is created, or in its first
+collective. If a rank cannot be reached, the process group waits until its timeout, and the error
+does not name an address. Therefore, every rank first opens a port on the address that gloo will
+listen on, and all other ranks connect to this port. Each pair of ranks is tested in both
+directions, because gloo chooses which rank connects to the other.
 """
 
 import ipaddress
@@ -41,7 +40,7 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def group_address() -> str:
-    """Returns the address on which gloo listens for ranks of the same worker group."""
+    """Returns the address that gloo listens on for ranks of the same worker group."""
     if os.environ.get(GLOO):
         return _chosen(GLOO)[1]
     # gloo chooses the first address of the host name that this machine has, or otherwise the
@@ -58,22 +57,20 @@ def group_address() -> str:
 
 
 def exchange_address() -> str:
-    """Returns the address on which gloo listens for ranks of other worker groups."""
+    """Returns the address that gloo listens on for ranks of other worker groups."""
     if has_exchange_interface():
         return _chosen(EXCHANGE)[1]
     return group_address()
 
 
 def has_exchange_interface() -> bool:
-    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface between worker groups."""
+    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` is set."""
     return bool(os.environ.get(EXCHANGE))
 
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Makes gloo listen on the interface for the exchange while process groups that connect worker
-    groups are made.
-    """
+    """Makes gloo listen on the interface for the exchange while process groups are created."""
     if not has_exchange_interface():
         yield
         return
@@ -89,13 +86,13 @@ def for_exchange() -> Iterator[None]:
 
 
 def _chosen(variable: str) -> tuple[str, str]:
-    """Returns the name and address of the interface that a variable selects. The variable for the
-    exchange may contain an address instead of a name.
+    """Returns the name and address of the interface that a variable selects.
+    ``SDILOCO_EXCHANGE_INTERFACE`` may contain an address instead of a name.
     """
     choice = os.environ[variable]
     if sys.platform != "linux":
         raise ValueError(
-            f"{variable}={choice!r}: interfaces can be chosen only on Linux. Leave {variable} out."
+            f"{variable}={choice!r}: interfaces can be selected only on Linux. Unset {variable}."
         )
     interfaces = _interfaces()
     for name, address in interfaces.items():
@@ -104,13 +101,14 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     shown = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     raise ValueError(
-        f"{variable}={choice!r} is not an interface with an IPv4 address on {socket.gethostname()},"
-        f" which has {shown}. Set {variable} to one of these on this machine."
+        f"{variable}={choice!r} is not an interface with an IPv4 address on"
+        f" {socket.gethostname()}. The interfaces are {shown}. Set {variable} to one of these"
+        " interfaces on this machine."
     )
 
 
 def _interfaces() -> dict[str, str]:
-    """Returns the interfaces of this machine, on Linux, with their IPv4 addresses."""
+    """Returns the interfaces of this Linux machine with their IPv4 addresses."""
     import fcntl  # not available on every system
 
     addresses = dict[str, str]()
@@ -128,8 +126,8 @@ def _interfaces() -> dict[str, str]:
 # The time limit for connecting to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# The number of connections that are tried at once. A rank that reaches no other rank needs SECONDS
-# for each batch of this many ranks.
+# The number of connections that are tried at the same time. If a rank cannot reach any other rank,
+# each batch of connections takes SECONDS.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -145,7 +143,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses on which a rank listens, as it announces them to the others."""
+    """The addresses of a rank, as the rank announces them to all other ranks."""
 
     host: str
     group: int
@@ -156,7 +154,7 @@ class Endpoints(NamedTuple):
 
 
 class Listener(ThreadingTCPServer):
-    """Listens on an address and answers every connection, in its own thread."""
+    """Listens on an address and answers every connection in a separate thread."""
 
     daemon_threads = True
     request_queue_size = _CONNECTIONS
@@ -187,13 +185,13 @@ class Listener(ThreadingTCPServer):
 def require_reachable(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> None:
-    """Raises an error if ranks cannot reach each other. All ranks must call this.
+    """Raises an error if ranks cannot reach each other. All ranks must call this function.
 
     Args:
         rendezvous: The rendezvous of all ranks.
         group: The worker group of this rank.
-        exchange: Chooses the address on which this rank listens for ranks of other groups.
-        inside: Chooses the address on which it listens for ranks of its own group.
+        exchange: Returns the address that this rank listens on for ranks of other groups.
+        inside: Returns the address that this rank listens on for ranks of the same group.
     """
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
     if not broken:
@@ -210,7 +208,7 @@ def require_reachable(
     for source, target, address, why in broken[:_SHOWN]:
         back = "works"
         if (target, source) in pairs:
-            back = "fails too"
+            back = "also fails"
         way = f"{names[source]} -> {names[target]} at {address}"
         lines.append(f"  {way}: {why}; the other direction {back}")
     if len(broken) > _SHOWN:
@@ -221,7 +219,7 @@ def require_reachable(
 def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
-    """Tries all connections; see `require_reachable`. All ranks must call this."""
+    """Tries all connections for `require_reachable`. All ranks must call this function."""
     token = secrets.token_hex(_TOKEN_BYTES)
     with ExitStack() as listeners:
 
@@ -253,12 +251,12 @@ def _require_listening(endpoints: Sequence[Endpoints]) -> None:
     ]
     if errors:
         raise ValueError(
-            f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}"
+            f"{len(errors)} ranks cannot listen for other ranks: {'; '.join(errors[:_SHOWN])}"
         )
 
 
 def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConnection | None:
-    """Connects to another rank, and returns the connection if it is broken."""
+    """Connects to another rank, and returns the connection if it fails."""
     endpoint = endpoints[target]
     host, port = endpoint.exchange
     if endpoint.group == endpoints[source].group:
@@ -286,18 +284,17 @@ def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConn
 
 
 def advice(broken: Sequence[BrokenConnection]) -> str:
-    """Returns advice on connections that cannot be made."""
+    """Returns advice for failed connections."""
     for connection in broken:
         host = connection.address.rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(host).is_loopback:
             return (
                 f"Rank {connection.target} listens on a loopback address, which only its own"
-                " machine reaches: its host name resolves to that address there. Set"
-                " GLOO_SOCKET_IFNAME to the interface that the others reach."
+                " machine can reach, because its host name resolves to that address. Set"
+                " GLOO_SOCKET_IFNAME to an interface that the other machines can reach."
             )
     return (
-        "Open all TCP ports between these machines in both directions: gloo listens on any port the"
-        " system gives it. If a machine has several addresses, choose the interface with"
-        " GLOO_SOCKET_IFNAME, or with SDILOCO_EXCHANGE_INTERFACE for the traffic between worker"
-        " groups."
+        "Open all TCP ports between these machines in both directions, because gloo uses any free"
+        " port. If a machine has several addresses, select the interface with GLOO_SOCKET_IFNAME,"
+        " or with SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
     )

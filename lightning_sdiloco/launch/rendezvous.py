@@ -1,14 +1,13 @@
-"""The rendezvous of ranks before process groups exist: a store through which they exchange small
-values.
+"""The rendezvous of ranks before process groups exist, with a store for exchanging small values.
 
-[Note: torchrun's store] torchrun hosts the store at which ranks meet in its own agent, not in rank
-0, and shares it with its processes. Restarted processes find the addresses of the previous
-processes in it, and fail (https://github.com/pytorch/pytorch/issues/135712).
+[Note: torchrun's store] torchrun hosts the rendezvous store in its agent instead of in rank 0, and
+shares the store with its processes. Restarted processes find the addresses of the previous
+processes in this store, and fail (https://github.com/pytorch/pytorch/issues/135712).
 
-[Note: two ranks 0] Rank 0 hosts the store on its own machine, and all ranks look for it at a given
-address. If two nodes were started as node 0, there are two stores, and the rank 0 whose store is
-not at that address would wait in its own store for ranks that are in the other one. So rank 0
-writes a token into the store that it hosts, and reads it back from the address.
+[Note: two ranks 0] Rank 0 hosts the store on its machine, and all ranks connect to a given address.
+If two nodes were started as node 0, there are two stores. A rank 0 whose store is not at the given
+address would wait forever for ranks that have connected to the other store. Therefore, rank 0
+writes a token to its store and reads the token back from the given address.
 """
 
 import errno
@@ -30,8 +29,8 @@ from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
-"""The time limit for an address that does not answer at all. A machine that refuses a connection
-exists, and its program may start later."""
+"""The time limit in seconds for an address that does not respond. A machine that refuses a
+connection exists, and the program may start later."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -59,25 +58,26 @@ _SHOWN_RANKS = 8
 
 _AGENT_KEEPS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
 
-_CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
+_CHOOSE = "Choose a different MASTER_PORT, and set it on all ranks."
 
-_OTHER_RANK = "If this is not the first node, give it another NODE_RANK."
+_OTHER_RANK = "If this is not the first node, set a different NODE_RANK."
 
 # Keys in the store: the token of the process that hosts it, and a message from another rank 0.
 _KEEPER = "sdiloco/keeper"
 _SECOND = "sdiloco/second"
 
 _OTHER_SCRIPT = (
-    " A process at this address waits for torch's own process group, as with strategy='ddp': give"
-    " all ranks the same script with the same strategy."
+    " A process at this address waits for torch's own process group, as with strategy='ddp'. Run"
+    " the same script with the same strategy on all ranks."
 )
 
 
 def say_node_rank(node_rank: int) -> str:
-    """Returns the settings that a user must make to start every node by hand."""
+    """Returns advice on the settings for starting every node manually."""
     return (
-        f" This node was started as node {node_rank}. On every node set NODE_RANK to its number,"
-        " from 0, and MASTER_ADDR and MASTER_PORT to those of node 0."
+        f" This node was started as node {node_rank}. On every node, set NODE_RANK to the number"
+        " of the node, counted from 0, and set MASTER_ADDR and MASTER_PORT to the address and"
+        " port of node 0."
     )
 
 
@@ -96,11 +96,11 @@ class Rendezvous:
         self.address = address
         self._store = store
         self._timeout = timeout
-        # The end of rank 0's messages while it waits for ranks that have never connected.
+        # Text that ends the messages of rank 0 while it waits for ranks that have never connected.
         self._advice = advice
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in rank order. All ranks must call this."""
+        """Returns the values of all ranks in rank order. All ranks must call this method."""
         prefix = f"sdiloco/{name}/"
         sent = json.dumps(value).encode()
         received = self._gathered(name, prefix, sent)
@@ -127,13 +127,14 @@ class Rendezvous:
                 raise ValueError(
                     f"{missing} did not connect to {self.address} within"
                     f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
-                    " expected. Start that number, give all of them the same address and port, and"
-                    f" see in their output why they ended.{self._strangers()}{self._advice}"
+                    " expected. Start this number of ranks with the same address and port. If a"
+                    " rank stopped, see its output for the"
+                    f" reason.{self._strangers()}{self._advice}"
                 )
             if self.rank == 0:
                 _log.warning(
-                    "Still waiting for %s at %s. A rank that cannot reach this address reports it"
-                    " in its own output.%s%s",
+                    "Still waiting for %s at %s. A rank that cannot reach this address logs an"
+                    " error.%s%s",
                     missing,
                     self.address,
                     self._strangers(),
@@ -141,8 +142,8 @@ class Rendezvous:
                 )
 
     def _strangers(self) -> str:
-        """Returns a message about processes that are connected but not as one of these ranks: a
-        second rank 0, or a process that waits for torch's own process group.
+        """Returns a message about unexpected processes, such as a second rank 0 or a process that
+        waits for torch's own process group.
         """
         message = ""
         if self._store.check([_SECOND]):
@@ -166,7 +167,7 @@ def _named(ranks: Sequence[int]) -> str:
 def rendezvous_at(
     host: str, port: int, rank: int, world_size: int, timeout: timedelta, advice: str = ""
 ) -> Rendezvous:
-    """Meets the other ranks at an address, where the default process group will be made.
+    """Connects to the other ranks at the address of the future default process group.
 
     Args:
         host: The machine on which rank 0 hosts the store.
@@ -174,7 +175,7 @@ def rendezvous_at(
         rank: The rank of this process.
         world_size: The number of ranks.
         timeout: The time limit for all ranks to connect.
-        advice: The end of the warnings while a rank waits; it explains the given numbers and
+        advice: Text that ends each warning while a rank waits, and explains the ranks and
             addresses.
     """
     address = f"{host}:{port}"
@@ -185,7 +186,7 @@ def rendezvous_at(
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return Rendezvous(store, rank, world_size, address, timeout, advice)
     store = _keep_store(host, port, timeout)
-    # Rank 0 also looks: if it does not soon find its own store there, the others will not either.
+    # Rank 0 also tries: if it cannot reach its own store soon, the other ranks cannot either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
     wait_for_store(host, port, rank, soon, advice=advice)
     at_address = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -194,8 +195,8 @@ def rendezvous_at(
 
 
 def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Starts the store in this process, on rank 0."""
-    # The given address may be another machine's, where torch would wait for an answer.
+    """Starts the store in this process, which is rank 0."""
+    # The given address may belong to another machine, and torch would wait for a response there.
     loopback = "127.0.0.1"
     try:
         return TCPStore(
@@ -212,21 +213,17 @@ def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
             why = f"{error}. {_CHOOSE}"
         elif answer == _PING:
             why = (
-                f"{host}:{port} is used by another training, whose torch TCPStore answers there."
-                f" {_CHOOSE} {_OTHER_RANK}"
+                f"{host}:{port} is used by another training run, whose torch TCPStore responds"
+                f" there. {_CHOOSE} {_OTHER_RANK}"
             )
         else:
             why = _no_store(host, port, answer)
         machine = socket.gethostname()
-        raise ValueError(
-            f"Rank 0 on {machine} cannot keep the store where ranks meet: {why}"
-        ) from error
+        raise ValueError(f"Rank 0 on {machine} cannot host the rendezvous store: {why}") from error
 
 
 def _require_same_store(store: Store, at_address: Store, address: str) -> None:
-    """Refuses a rank 0 that finds the store of another rank 0 at the address; see [Note: two ranks
-    0].
-    """
+    """Raises an error if the address belongs to another rank 0; see [Note: two ranks 0]."""
     token = secrets.token_hex(8)
     machine = socket.gethostname()
     store.set(_KEEPER, token)
@@ -237,14 +234,14 @@ def _require_same_store(store: Store, at_address: Store, address: str) -> None:
         return
     at_address.set(
         _SECOND,
-        f" A process on {machine} also started as rank 0, and has ended: two nodes have the same"
-        " NODE_RANK.",
+        f" A process on {machine} also started as rank 0 and has stopped, because two nodes have"
+        " the same NODE_RANK.",
     )
     raise ValueError(
-        f"There are two ranks 0: this process on {machine}, and the one that keeps the store at"
-        f" {address}. Only one node may have NODE_RANK=0, which is the default: set NODE_RANK to"
-        " the number of this node, and MASTER_ADDR to an address of node 0. If the other process"
-        f" belongs to another training: {_CHOOSE}"
+        f"Two processes started as rank 0: this process on {machine}, and the process that hosts"
+        f" the store at {address}. Only one node may have NODE_RANK=0, which is the default. Set"
+        " NODE_RANK to the number of this node, and MASTER_ADDR to an address of node 0. If the"
+        f" other process belongs to another training run: {_CHOOSE}"
     )
 
 
@@ -256,18 +253,18 @@ def wait_for_store(
     patience: float = SECONDS_UNREACHABLE,
     advice: str = "",
 ) -> None:
-    """Waits until the store of rank 0 answers at an address.
+    """Waits until the store of rank 0 responds at an address.
 
     Args:
         host: The machine on which rank 0 hosts the store.
         port: The port of the store.
         rank: The rank of this process.
-        timeout: The time limit while nothing listens there.
-        patience: The time limit, in seconds, without any answer or refusal.
-        advice: The end of warnings.
+        timeout: The time limit while connections to the address are refused.
+        patience: The time limit in seconds while the address does not respond at all.
+        advice: Text that ends each warning.
 
     Raises:
-        ValueError: If there is no store within these times, or if another program answers.
+        ValueError: If no store responds within these time limits, or if another program responds.
     """
     failure = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     other_rank = ""
@@ -285,18 +282,18 @@ def wait_for_store(
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{failure}: nothing listened there within {timeout.total_seconds():g} s. Start"
-                    f" rank 0 on {host}, and give all ranks its address and port (MASTER_ADDR,"
-                    f" MASTER_PORT).{other_rank}"
+                    f"{failure}: no process listened there within {timeout.total_seconds():g} s."
+                    f" Start rank 0 on {host}, and set MASTER_ADDR and MASTER_PORT to its address"
+                    f" and port on all ranks.{other_rank}"
                 ) from answer
         is_late = now - unanswered_since > patience
         if isinstance(answer, bytes) and (answer or is_late):
             raise ValueError(f"{failure}: {_no_store(host, port, answer)}")
         if isinstance(answer, OSError) and is_late:
             raise ValueError(
-                f"{failure}: {reason(answer)}. The path from this machine to {host} is blocked, or"
-                " the address is wrong. Set MASTER_ADDR to an address of rank 0's machine that all"
-                f" others reach, and open the TCP port.{other_rank}"
+                f"{failure}: {reason(answer)}. The network path from this machine to {host} is"
+                " blocked, or the address is wrong. Set MASTER_ADDR to an address of rank 0 that"
+                f" all other machines can reach, and open the TCP port.{other_rank}"
             ) from answer
         if now > warns_at:
             warns_at = now + _SECONDS_BETWEEN_WARNINGS
@@ -310,8 +307,8 @@ def wait_for_store(
 def _greet(
     host: str, port: int, seconds: float, question: bytes = b"", nbytes: int = 0
 ) -> bytes | OSError:
-    """Returns an address's answer to a greeting and to a query whose answer has a known length. The
-    result is empty if the address is silent, and an error if it cannot be reached.
+    """Sends a greeting and an optional query to an address, and returns the response. The result is
+    empty if there is no response, and an error if the connection fails.
     """
     answer = bytearray()
 
@@ -330,13 +327,13 @@ def _greet(
 
 
 def _no_store(host: str, port: int, answer: bytes) -> str:
-    shown = "it says nothing"
+    shown = "it sent no data"
     if answer:
         first_line = answer.splitlines()[0].decode(errors="replace")
-        shown = f"it says {first_line!r}"
+        shown = f"it sent {first_line!r}"
     return (
-        f"{host}:{port} answers, but is not a torch TCPStore ({shown}): another program listens"
-        f" there. {_CHOOSE}"
+        f"{host}:{port} responds, but is not a torch TCPStore ({shown}). Another program is"
+        f" listening there. {_CHOOSE}"
     )
 
 
@@ -346,7 +343,7 @@ def try_to_connect(
     seconds: float = _SECONDS_PER_ATTEMPT,
     talk: Callable[[socket.socket], None] | None = None,
 ) -> OSError | None:
-    """Connects to an address and returns what went wrong, if anything."""
+    """Connects to an address and returns the error, if any."""
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
             if talk is not None:
@@ -365,24 +362,21 @@ def reason(error: OSError) -> str:
 
 
 def warn_of_shared_store(rank: int) -> None:
-    """Warns on rank 0 if torchrun is configured to restart processes but shares its store with
-    them.
-    """
+    """Warns on rank 0 if torchrun may restart processes but shares its store with them."""
     if (
         rank == 0
         and os.environ.get(_AGENT_KEEPS_STORE) == "True"
         and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     ):
         _log.warning(
-            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment,"
-            " on every node. Without it, restarted processes try to reach the old ones, and fail."
+            "torchrun --max-restarts requires TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the"
+            " environment on every node. Otherwise, restarted processes try to connect to the old"
+            " processes and fail."
         )
 
 
 def launched_processes() -> int:
-    """Returns how many processes a launcher started together with this one, from ``WORLD_SIZE``; 1
-    if it is not set.
-    """
+    """Returns the number of launched processes from ``WORLD_SIZE``, or 1 if it is not set."""
     number = os.environ.get("WORLD_SIZE", "")
     if not number.isdecimal():
         return 1

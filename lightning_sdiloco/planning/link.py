@@ -15,16 +15,16 @@ _LEAST_TIMEOUT = 0.2
 
 @dataclass(frozen=True)
 class Link:
-    """The link from a worker group to the others, the same in both directions.
+    """The link from a worker group to all other groups, with the same bandwidth in both directions.
 
-    Packet loss slows TCP down by more than the share that is lost. A connection carries at most
-    ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997), or the rate of CUBIC, the
-    default of Linux (RFC 9438), whichever is higher.
+    Packet loss slows TCP down by more than the share of lost packets. The rate of a connection is
+    at most ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997) or the rate of
+    CUBIC, the Linux default (RFC 9438), whichever is higher.
 
     Args:
-        gbit_s: The bandwidth in Gbit/s that all transfers of a group share, in each direction.
-        round_trip: The round trip time to another group, in seconds.
-        loss: The share of packets that are lost, from 0 to below 1.
+        gbit_s: The bandwidth in each direction in Gbit/s, which all transfers of a group share.
+        round_trip: The round-trip time to another group in seconds.
+        loss: The share of lost packets, from 0 to below 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -65,7 +65,9 @@ class Link:
         return min(self.gbit_s * (1 - self.loss), connections * of_connection)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
-        """Returns the time from when all groups start to send until all have received."""
+        """Returns the seconds until all groups have received messages that are sent at the same
+        time.
+        """
         rate = self.gbit_s_of(connections) * 1e9 / 8
         elapsed = self.round_trip
         window = rate * self.round_trip if warm else connections * _FIRST_WINDOW
@@ -76,9 +78,7 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Returns whether connections are still at full speed after some seconds without
-        traffic.
-        """
+        """Returns whether connections are still at full speed after a number of idle seconds."""
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 
@@ -90,7 +90,7 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, link: "Link | Line") -> "Line":
-        """Returns a link as a line, the same in both directions; a line as it is."""
+        """Converts a link to a line with equal directions, and returns a line unchanged."""
         return link if isinstance(link, Line) else cls(link, link)
 
     @property
@@ -103,7 +103,7 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Raises a ValueError that names the value and the rule if a value is out of range."""
+    """Raises a ValueError with the value and the rule if the value is out of range."""
     if not holds:
         raise ValueError(
             f"{name}={value!r} is out of range: it must be {rule}. Choose a different {name}."

@@ -1,10 +1,9 @@
-"""Predicts the bytes that a method sends between groups, the time that training waits for them, and
-the memory that it needs. `play` simulates a run.
+"""Predicts the bytes that a method sends between groups, its waiting time, and its memory. `play`
+simulates a run.
 
-Wire bytes, messages, fragments and schedule come from the code that the engine uses; only time is
+Wire bytes, messages, fragments and schedule come from the code that the engine uses. Only time is
 modelled. The model follows the engine: a fragment is read after an inner step, flights pass through
-the stages of the background and over the link in the order of their launches, and a landing waits
-for its flight.
+the background stages and the link in launch order, and a landing waits for its flight.
 """
 
 import math
@@ -47,8 +46,8 @@ class Memory(NamedTuple):
 
 
 class DataParallel:
-    """`DistributedDataParallel` over all groups: gradients are reduced in buckets, during backward,
-    in a ring of the groups.
+    """`DistributedDataParallel` over all groups, with gradients reduced in buckets in a ring during
+    the backward pass.
     """
 
     def __init__(self, model: Model, groups: Groups) -> None:
@@ -70,9 +69,8 @@ class DataParallel:
 
 
 class _Fragment(NamedTuple):
-    """The sizes of a fragment: the number of values in total, on each rank, and in the part of a
-    shard that a rank averages, and the bytes of a message to another group in the first and second
-    hop.
+    """The sizes of a fragment: its values, the values in a shard, the values in the part that a
+    rank averages, and the bytes of a message in the first and second hop.
     """
 
     numel: int
@@ -83,14 +81,14 @@ class _Fragment(NamedTuple):
 
     @property
     def error(self) -> int:
-        """The bytes that store the second rounding error of two-shot."""
+        """The bytes of the second rounding error that two shots store."""
         return FLOAT32 * self.part if self.second_hop else 0
 
     @property
     def working(self) -> int:
-        """The bytes that the background needs: a payload before it becomes a message, two vectors
-        in which the other payloads are decoded and summed, and, with two shots, the mean of the
-        whole shard and the current error of the second rounding.
+        """The background memory of a flight in bytes: an unsent payload, two vectors for decoding
+        and summing payloads, and, with two shots, the mean of the whole shard and the current error
+        of the second rounding.
         """
         nbytes = self.message + 2 * FLOAT32 * self.part
         if self.error:
@@ -99,11 +97,10 @@ class _Fragment(NamedTuple):
 
 
 class Streaming:
-    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap
-    with training.
+    """The engine with given settings. DiLoCo is the special case of one fragment without overlap.
 
-    ``bytes_per_step`` is the long-run average of the bytes that a group sends to other groups per
-    inner step.
+    ``bytes_per_step`` is the average number of bytes that a group sends per inner step in a long
+    run.
     """
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
@@ -146,8 +143,8 @@ class Streaming:
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends in a run, including the final exchange. The result
-        is exact except for buffers.
+        """Returns the bytes that a group sends in a run, including the final exchange but not
+        buffers.
         """
         in_rounds = sum(
             sum(self.schedule.launches_in(fragment, steps)) * sent
@@ -157,13 +154,13 @@ class Streaming:
 
     @property
     def dense_bytes(self) -> float:
-        """The bytes that a group sends in the dense beginning."""
+        """The bytes that a group sends during the dense beginning."""
         return self.schedule.dense_rounds * sum(self._sent)
 
     @property
     def _phases(self) -> list[tuple[int, int]]:
-        """The inner steps between two launches of a fragment, and from a launch to its landing:
-        first after, then during the dense beginning.
+        """The values of ``sync_every`` and ``overlap_steps`` after the dense beginning, and then
+        during it.
         """
         phases = [(self.settings.sync_every, self.settings.overlap_steps)]
         if self.schedule.dense is not None:
@@ -172,9 +169,7 @@ class Streaming:
 
     @property
     def peak_gbit_s(self) -> float:
-        """Returns the peak rate in Gbit/s if each transfer is spread evenly over the time that it
-        may take.
-        """
+        """Returns the peak rate in Gbit/s if each transfer is spread evenly over its overlap."""
         rates = list[float]()
         for sync_every, overlap_steps in self._phases:
             span = max(1, overlap_steps)
@@ -183,7 +178,7 @@ class Streaming:
         return max(rates) * 8 / self.groups.step_time / 1e9
 
     def utilisation(self, link: Link) -> float:
-        """Returns the share of wall time in which training does not wait, in the long run."""
+        """Returns the share of time that training does not spend waiting in a long run."""
         played = _Play(self, [Line.of(link)], [1.0], idle=[()])
         schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
@@ -191,7 +186,7 @@ class Streaming:
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        """Returns the seconds of a flight of a fragment, stage by stage, over a link."""
+        """Returns the seconds that each stage of a flight takes on a link."""
         per_value = 1 / self.groups.memory_rate
         numel, shard, part, message, second_hop = self._fragments[fragment]
         connections = max(1, round(self._connections))
@@ -210,9 +205,7 @@ class Streaming:
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
-        """Returns the bytes of a message to another group; the compression may depend on the
-        sender's link.
-        """
+        """Returns the bytes of a message to another group at a given rate of the sender's link."""
         codec = self.settings.codec
         shard = self._fragments[fragment].shard
         seconds = self.settings.overlap_steps * self.groups.step_time
@@ -222,7 +215,7 @@ class Streaming:
         return longest - codec.wire_bytes(shard) + chosen_bytes
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
-        """Returns how long each group's link is busy with a flight of a fragment, in both hops and
+        """Returns how long a flight keeps the link of each group busy, for both hops and
         directions.
         """
         groups = self.groups
@@ -251,7 +244,7 @@ class Streaming:
         ]
 
     def _spared_bytes(self, fragment: int, link: Link | None) -> int:
-        """Returns how many bytes shorter a message over a link is than the longest one."""
+        """Returns the difference in bytes between the longest message and a message over a link."""
         rate = 0.0
         if link is not None:
             connections = self.groups.connections
@@ -260,7 +253,7 @@ class Streaming:
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory that the method needs; ``offload="auto"`` has the same meaning as on CUDA."""
+        """The memory that the method needs, with the meaning of ``offload="auto"`` on CUDA."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         outer_vectors = self._outer_vectors
         outer = sum(f.shard * FLOAT32 * outer_vectors + f.error for f in self._fragments)
@@ -286,17 +279,16 @@ class Streaming:
 
     @property
     def _outer_vectors(self) -> int:
-        """Outer parameters and momentum; on a route without sharing, also the anchor and the second
-        vector of its momentum.
+        """The number of vectors in the outer state. The outer state consists of the outer
+        parameters and momentum. On a route without sharing, it also includes the anchor and the
+        second momentum vector.
         """
         if self.settings.shares:
             return 2
         return 3 + bool(self.settings.routing.momentum(self.groups.groups))
 
     def _most_in_flight(self, nbytes: Sequence[int]) -> int:
-        """Returns the maximum number of bytes in flight at the same time, given the bytes of each
-        fragment.
-        """
+        """Returns the maximum number of bytes that are in flight at the same time."""
         sums = []
         for sync_every, overlap_steps in self._phases:
             # A fragment that lands after the same step as a launch lands after that launch.
@@ -309,9 +301,10 @@ Method = DataParallel | Streaming
 
 
 def _partners(settings: Settings, groups: Groups) -> float:
-    """Returns the average number of groups to which a group sends whole fragments in a round.
+    """Returns the average number of groups that a group sends whole fragments to in a round.
 
-    On a route in pairs, this is one; if a group is left over, it joins a pair.
+    On a route of pairs, each group sends to one other group. If the number of groups is odd, the
+    last group joins a pair.
     """
     if settings.shares:
         return groups.others
@@ -321,15 +314,15 @@ def _partners(settings: Settings, groups: Groups) -> float:
 
 
 def _seconds(link: Link, nbytes: int, groups: Groups) -> float:
-    """Returns how long the bytes that each rank of a group sends keep a link busy."""
+    """Returns how long a link is busy if each rank of a group sends a number of bytes."""
     if nbytes == 0:
         return 0.0
     return link.seconds(groups.group_size * nbytes, groups.connections) - link.round_trip
 
 
 class Costs(NamedTuple):
-    """The seconds that a flight takes: launch and landing in the training thread, the rest in the
-    background.
+    """The seconds that the stages of a flight take. The launch and the landing run in the training
+    thread, and all other stages run in the background.
     """
 
     launch: float
@@ -347,9 +340,7 @@ class Costs(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """The seconds for which a flight keeps the link of a group busy: sending and receiving, and
-    both again in a second hop.
-    """
+    """The seconds for which a flight keeps the link of a group busy, by hop and direction."""
 
     up: float
     down: float
@@ -359,8 +350,8 @@ class Busy(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
-    """Lists launches and landings in the engine's order, as inner step, whether it is a landing,
-    and fragment.
+    """Lists launches and landings in the engine's order, each as ``(inner step, is landing,
+    fragment)``.
     """
     events = list[tuple[int, bool, int]]()
     for fragment in range(schedule.fragments):
@@ -374,8 +365,8 @@ def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
 
 
 def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[int]]:
-    """Returns, for each fragment, the fragments launched in the ``span`` inner steps that end with
-    its own launch.
+    """Lists, for each fragment, the fragments that are launched in the ``span`` inner steps up to
+    its launch.
     """
     schedule = Schedule(sync_every, overlap_steps=0, fragments=fragments)
     offsets = [schedule.offset(fragment) for fragment in range(fragments)]
@@ -389,7 +380,9 @@ def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[
 def _timetable_of(
     launches: Mapping[int, Sequence[int]], schedule: Schedule, steps: int
 ) -> list[tuple[int, bool, int]]:
-    """Lists the same for the fragments that are launched after each inner step."""
+    """Lists launches and landings like `_timetable`, given the fragments that each inner step
+    launches.
+    """
     events = []
     for step, fragments in launches.items():
         landing = step + schedule.overlap_of(step)
@@ -409,7 +402,7 @@ def _timetable_of(
 
 @dataclass(frozen=True, order=True)
 class Absence:
-    """A time in which a group does nothing. The others wait for it at their next landing."""
+    """An idle interval of a group. All other groups wait for this group at their next landing."""
 
     group: int
     start: float
@@ -420,7 +413,7 @@ class Absence:
 
 
 class Times(NamedTuple):
-    """The times at which a group completed each inner step, and how long it waited."""
+    """The times at which a group completed its inner steps, and the time that it waited."""
 
     steps: list[float]
     end: float
@@ -440,20 +433,19 @@ def play(
 ) -> list[Times]:
     """Simulates the training thread and the background of every group.
 
-    A flight is over when the message of the last group has arrived; on a route in pairs, when the
-    message of the last partner and the control vector of the last group have arrived.
+    A flight ends when the messages of all groups have arrived. On a route of pairs, it ends when
+    the messages of all partners and the control vectors of all groups have arrived.
 
     Args:
         method: The model, settings and groups.
         link: The link from a group to the others.
         steps: The number of inner steps.
-        speeds: The relative speed of each group: at 0.5, steps take twice the step time of the
-            groups.
-        absences: The times at which groups are absent.
-        idle: For each group, the inner steps, from 1, in which it does not train; they take no
-            time.
-        links: The link of each group, instead of one for all; connections are at full speed. A
-            compression that depends on the sender's link uses that link from the third flight on.
+        speeds: The relative speed of each group. At 0.5, a step takes twice the step time.
+        absences: The intervals in which groups are absent.
+        idle: For each group, the inner steps, counted from 1, in which it does not train. These
+            steps take no time.
+        links: The link of each group, if links differ. Connections are then at full speed. A
+            compression that depends on the sender's link uses this link from the third flight on.
         launches: The fragments that are launched after each inner step, if they differ from the
             schedule.
 
@@ -493,8 +485,8 @@ def _require_one_each(groups: int, sequences: Mapping[str, Sequence[object]]) ->
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
-    """Returns when an inner step is completed; absences of its group, given in order, interrupt
-    it.
+    """Returns the time at which an inner step is completed, given the absences of its group in
+    order.
     """
     left = step_time
     for absence in absences:
@@ -505,7 +497,7 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 
 
 class _Group:
-    """The clocks of one group: those of its training thread and its background."""
+    """The clocks of one group, for its training thread and its background."""
 
     def __init__(
         self, step_time: float, absences: Sequence[Absence], idle: Collection[int]
@@ -529,7 +521,7 @@ class _Group:
         self.steps: list[float] = []
 
     def train(self, until: int) -> None:
-        """Takes inner steps up to a number, skipping idle ones and pausing during absences."""
+        """Takes inner steps up to a number, skips idle steps, and pauses during absences."""
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
@@ -546,9 +538,7 @@ class _Group:
 
 
 class _Play:
-    """Simulates groups, each with its link and speed; if all are alike, a single group is
-    simulated.
-    """
+    """Simulates groups with their links and speeds, or a single group if all groups are equal."""
 
     def __init__(
         self,
@@ -578,7 +568,7 @@ class _Play:
         self.landed: list[float] = []  # when fragment 0 landed in the first group
 
     def _use(self, method: Streaming) -> None:
-        """Sets how fragments are exchanged from now on."""
+        """Sets the method for all following exchanges."""
         self._method = method
         fragments = range(len(method.numels))
         self._costs = [method.costs(fragment, self._link) for fragment in fragments]
@@ -589,7 +579,7 @@ class _Play:
             ]
 
     def follow(self, events: Iterable[tuple[int, bool, int]]) -> None:
-        """Trains, and launches and lands after the inner steps of the events."""
+        """Trains, and launches and lands fragments as the events specify."""
         for step, is_landing, fragment in events:
             for group in self._groups:
                 group.train(step)
@@ -600,7 +590,7 @@ class _Play:
                 self._in_flight.append(fragment)
 
     def ended(self, steps: int) -> list[Times]:
-        """Trains to the end, lands fragments in flight, and makes the final exchange in float32."""
+        """Trains to the end, lands fragments in flight, and runs the final exchange in float32."""
         for group in self._groups:
             group.train(steps)
             group.steps[-1:] = [group.clock] * (steps > 0)
@@ -634,7 +624,9 @@ class _Play:
         self._flights[fragment] += 1
 
     def _land(self, fragment: int) -> None:
-        """Lands the oldest flight in all groups, each of which waits until it has arrived."""
+        """Lands the oldest flight in all groups, and makes each group wait until the flight has
+        arrived.
+        """
         for group in self._groups:
             arrived = group.landings.pop(0)
             group.waited += max(0.0, arrived - group.clock)
@@ -643,10 +635,11 @@ class _Play:
             self.landed.append(self._groups[0].clock)
 
     def _over_legs(self, fragment: int) -> list[float]:
-        """Averages all groups; returns the time at which each has the last message.
+        """Averages a fragment and returns the time at which each group has received the last
+        message.
 
-        Groups exchange with the partners of their leg, which are all groups except on a route of
-        pairs, at the speed of the slowest link among them.
+        Each group exchanges with all partners of its leg, at the speed of their slowest link. On a
+        route of pairs, a leg is a pair. Otherwise, a leg contains all groups.
         """
         settings = self._method.settings
         count = len(self._groups)
@@ -666,8 +659,8 @@ class _Play:
         return arrived
 
     def _over_leg(self, fragment: int, leg: Sequence[int], launched: float) -> float:
-        """Averages the groups of a leg; returns the time at which they have the messages of the
-        first hop.
+        """Averages the groups of a leg and returns the time at which the messages of the first hop
+        arrive.
         """
         link = self._link
         if len(leg) < len(self._groups):
@@ -687,8 +680,8 @@ class _Play:
         return arrival
 
     def _over_lines(self, fragment: int) -> list[float]:
-        """Averages all groups if links differ; returns the time at which each has the last
-        message.
+        """Averages all groups on different links and returns the time of the last message for each
+        group.
         """
         # A group learns from the second message how long its first one took.
         busy = self._busy[fragment][sum(self._flights) > 1]

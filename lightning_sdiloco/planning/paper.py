@@ -1,11 +1,11 @@
 """Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, including the
 paper's Table 4.
 
-It is an idealisation: there is no latency, values have 16 bits (4 for FP4), every value crosses the
-link once, a step consists of 3 L - 1 equal nodes (forward, backward for the activations and
-backward for the parameters of L layers, but no backward for the activations of the first), and a
-layer is reduced as soon as its parameter gradient is ready. `lightning_sdiloco.planning.planner`
-models the engine instead.
+The simulator is an idealisation. There is no latency, values have 16 bits (4 for FP4), and every
+value crosses the link once. A step consists of 3 L - 1 equal nodes: forward, backward for the
+activations and backward for the parameters of L layers, but no backward for the activations of the
+first layer. A layer is reduced as soon as its parameter gradient is ready.
+`lightning_sdiloco.planning.planner` models the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +27,7 @@ class PaperModel(NamedTuple):
 
     @property
     def compute_time(self) -> float:
-        """Returns the seconds that the nodes of an inner step take: one node fewer than a whole
-        step.
-        """
+        """Returns the seconds that the 3 L - 1 nodes of an inner step take."""
         return (3 * self.layers - 1) * self.node_time
 
     def layer_time(self, bits: int, gbit_s: float) -> float:
@@ -51,11 +49,10 @@ _SYNC_EVERY = 100
 _LAYERS_PER_FRAGMENT = 3
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
-"""The bandwidths in Gbit/s that the paper tried: 50 values from 0.1 to 1000, each 1.207 times the
-previous one."""
+"""The bandwidths in the paper, in Gbit/s: 50 values from 0.1 to 1000 with a constant ratio of 1.207."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations in Table 4; a prediction also includes the bandwidth for each."""
+"""The compute utilisations in Table 4, for which a prediction also computes the bandwidth."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),
@@ -66,8 +63,8 @@ MODELS: Mapping[str, PaperModel] = {
 
 
 def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
-    """Returns the utilisation if all layers are exchanged every ``sync_every`` steps and training
-    waits for them.
+    """Returns the utilisation if training waits for an exchange of all layers every ``sync_every``
+    steps.
     """
     u = model.node_time
     c = model.layer_time(16, gbit_s)
@@ -89,8 +86,8 @@ def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) 
 
 
 def _wait(fragment: int, fragments: int, overlap_steps: int, model: PaperModel, c: float) -> float:
-    """Returns the seconds for which training waits for a fragment, which is needed at the forward
-    pass of its first layer.
+    """Returns the seconds that training waits for a fragment before the forward pass of its first
+    layer.
     """
     u = model.node_time
     until_needed = fragment * u + overlap_steps * model.compute_time
@@ -110,8 +107,8 @@ METHODS: Mapping[str, Callable[[PaperModel, float], float]] = {
     "streaming_overlap": partial(_streaming, 1, 16),
     "streaming_overlap_fp4": partial(_streaming, 1, 4),
 }
-"""The methods of Table 4 by name, each a function of a model and a bandwidth in Gbit/s that returns
-the compute utilisation."""
+"""The methods of Table 4, as functions that map a model and a bandwidth in Gbit/s to the compute
+utilisation."""
 
 TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("1B", "ddp"): (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -134,11 +131,11 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
 
 
 def table_4() -> Iterator[Entry]:
-    """Yields Table 4 from the closed form, each entry together with the printed one.
+    """Yields the entries of Table 4 from the closed form, together with the printed values.
 
-    An entry is read off as the paper apparently did: the largest point of the grid whose
-    utilisation does not exceed the target, which is one point below the first that reaches it,
-    rounded to two decimals and then to one.
+    Each entry follows the procedure that the paper apparently used. The value is the largest
+    bandwidth on the grid whose utilisation does not exceed the target, rounded to two decimals and
+    then to one.
 
     Examples:
         >>> for entry in list(table_4())[:2]:

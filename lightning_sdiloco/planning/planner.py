@@ -1,5 +1,5 @@
-"""Predicts the needs and speed of each method on a link, recommends settings, and plans hubs and
-groups with unequal links.
+"""Predicts the cost and speed of each method on a link, recommends settings, and plans federations
+and groups with unequal links.
 """
 
 import math
@@ -18,16 +18,16 @@ from lightning_sdiloco.planning.paper import TARGETS
 from lightning_sdiloco.planning.workload import Groups, Model
 
 TARGET = 0.95
-"""The compute utilisation that a recommendation aims for."""
+"""The target for the compute utilisation of a recommendation."""
 
 MARGIN = 0.8
-"""The share of the bandwidth that a recommendation relies on."""
+"""The share of the bandwidth that a recommendation may use."""
 
 SYNC_EVERY = (30, 50, 100, 200, 300, 500)
-"""The values of ``sync_every`` that are tried."""
+"""The values of ``sync_every`` that the planner tries."""
 
 HUB_CONNECTIONS = 8
-"""The connections of a site to its hub."""
+"""The number of connections between a site and its hub."""
 
 # One round trip until a payload is at the hub and the others learn of it, and one until they have
 # fetched it.
@@ -35,7 +35,9 @@ _HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
-    """The needs of a method on a link, and the bandwidth for each target utilisation."""
+    """The utilisation and bytes of a method on a link, and the bandwidth for each target
+    utilisation.
+    """
 
     utilisation: float
     bytes_per_step: float
@@ -45,7 +47,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts the utilisation, bytes and bandwidth of a run with a number of inner steps."""
+    """Predicts the utilisation, bytes and bandwidth for a number of inner steps."""
 
     @cache  # the searches for all targets begin with the same bandwidths
     def utilisation(exponent: float) -> float:
@@ -61,9 +63,9 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(utilisation: Callable[[float], float], target: float) -> float | None:
-    """Finds the lowest bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a
-    thousandth; None if there is none. The utilisation is a function of the logarithm of the
-    bandwidth.
+    """Finds the lowest bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, or returns
+    None. ``utilisation`` is a function of the logarithm of the bandwidth. The result is accurate to
+    0.1 %.
     """
     low = -6.0
     high = 4.0
@@ -79,13 +81,15 @@ def _least(utilisation: Callable[[float], float], target: float) -> float | None
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """Returns DDP and three variants of the engine: everything at once, fragment by fragment, and
-    overlapped with training.
+    """Returns DDP and three variants of the engine: one exchange of all fragments, separate
+    fragments, and separate fragments with overlap.
 
     Examples:
-        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(), Groups(step_time=0.1))
-        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in methods.items()}
-        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
+        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(),
+        Groups(step_time=0.1))
+        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in
+        methods.items()} {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap':
+        0.974}
     """
     at_once = replace(settings, overlap_steps=0)
     return {
@@ -97,7 +101,9 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
 
 
 def candidates(model: Model) -> Iterator[Settings]:
-    """Yields settings to try for a model, beginning with those that change training least."""
+    """Yields candidate settings for a model, starting with the settings that change training the
+    least.
+    """
     fewest = fewest_blocks(len(find_blocks(model.parameters)))
     blocks_per_fragment = dict.fromkeys(max(layers, fewest) for layers in (3, 6, 12, 1))
     for sync_every, layers, overlap_steps, compression in product(
@@ -111,8 +117,8 @@ def candidates(model: Model) -> Iterator[Settings]:
 def recommend(
     model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None
 ) -> Streaming:
-    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time, or
-    the best one.
+    """Recommends the first candidate that reaches a utilisation of `TARGET`, or otherwise the best
+    candidate.
     """
     best: Streaming | None = None
     reached = 0.0
@@ -141,9 +147,7 @@ class Enough(NamedTuple):
 
 
 class HubLoad(NamedTuple):
-    """The bytes and seconds of a federation's rounds at its hub, and settings that are
-    sufficient.
-    """
+    """The load of a federation on its hub, and settings that the hub can support."""
 
     gbit_s: float
     sites: int
@@ -159,12 +163,12 @@ class HubLoad(NamedTuple):
 def through_hub(
     model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float
 ) -> HubLoad:
-    """Predicts the traffic of a federation through its hub, and how often fragments can be
-    exchanged.
+    """Predicts the load of a federation on its hub, and how often fragments can be exchanged.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
-        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0), gbit_s=1.0)
+        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0),
+        gbit_s=1.0)
         >>> load.bytes_in, load.bytes_out, load.share, load.enough
         (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
     """
@@ -194,7 +198,7 @@ def through_hub(
 
 
 def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
-    """Finds the lowest ``sync_every`` that leaves the hub a margin and every flight enough time."""
+    """Finds the lowest ``sync_every`` with a margin at the hub and enough time for every flight."""
     for sync_every in SYNC_EVERY:
         if busy <= MARGIN * sync_every * step_time and steps < sync_every:
             return Enough(sync_every, steps)
@@ -202,9 +206,7 @@ def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
-    """Returns the link between a site and its hub, without loss, while all sites use the hub at the
-    same time.
-    """
+    """Returns the link from a site to its hub, without loss, if all sites use the hub at once."""
     return Link(min(link.gbit_s_of(HUB_CONNECTIONS), gbit_s / sites), link.round_trip)
 
 
@@ -212,7 +214,7 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """The bytes and seconds of two shots on each group's link; all lists are in the order of the
+    """The shares, bytes and seconds of two shots on the link of each group, in the order of the
     groups.
     """
 
@@ -225,16 +227,14 @@ class SharedOut(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The factor by which a round is shorter than with equal parts, if the links are the
-        bottleneck.
-        """
+        """The speedup of a round compared with equal parts, if the links are the bottleneck."""
         return self.equal_seconds / self.round_seconds
 
 
 def shared_out(
     model: Model, settings: Settings, groups: Groups, links: Sequence[float]
 ) -> SharedOut:
-    """Predicts the gain of parts by bandwidth on unequal links, given in Gbit/s for each group.
+    """Predicts the gain from parts that match the bandwidth of each group, given in Gbit/s.
 
     Examples:
         >>> groups = Groups(step_time=1.0, groups=4)

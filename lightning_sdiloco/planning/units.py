@@ -1,4 +1,4 @@
-"""Formats numbers for people, with three digits and a suitable unit."""
+"""Formats numbers for output, with three digits and a suitable unit."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ def short(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Formats a number of things.
+    """Formats a number with a noun in the singular or plural.
 
     Examples:
         >>> counted(1, "rank"), counted(2, "rank")
@@ -40,7 +40,7 @@ def readable_rate(gbit_s: float) -> str:
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
-    """Divides a number by 1000 until it fits its unit."""
+    """Divides a number by 1000 until it fits a unit, and formats it with this unit."""
     power = 0
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
         number = number / 1000
@@ -64,7 +64,8 @@ STUDENT_T = {
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Returns half the width of the 95 % interval of the mean of two to ten values; None for one.
+    """Returns half the width of the 95 % interval of the mean of two to ten values, or None for one
+    value.
 
     Examples:
         >>> round(half_width([1.0, 2.0, 3.0]), 3)

@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """The part of a model that a plan needs: the trainable parameters."""
+    """The trainable parameters of a model, as a plan needs them."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
@@ -48,7 +48,9 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the parameters in their own dtype, which their gradients share."""
+        """Returns the bytes of the parameters in their own dtype, which equals the bytes of the
+        gradients.
+        """
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def fragments(self, settings: Settings) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ class Model:
 
 @lru_cache
 def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    """Divides the model as the engine would; results are cached."""
+    """Divides the model as the engine would, and caches the result."""
     numels = {
         parameter.name: numel
         for parameter, numel in zip(model.parameters, model.numels, strict=True)
@@ -72,9 +74,7 @@ def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tu
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups that train a model: inner step time, number, ranks, and memory
-    bandwidth.
-    """
+    """The worker groups of a plan: their step time, number, size and memory bandwidth."""
 
     step_time: float
     groups: int = 2
@@ -98,7 +98,7 @@ class Groups:
 
     @property
     def connections(self) -> int:
-        """Returns the number of connections that share the link of a group: one from every rank to
-        each other group.
+        """Returns the number of connections on the link of a group: one from each rank to every
+        other group.
         """
         return self.others * self.group_size

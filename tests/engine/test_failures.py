@@ -384,7 +384,7 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(
 # In real trainers: the errors of the other ranks when one fails, or keeps them waiting
 
 TIMEOUT = 2.0  # ranks that start later than this would fail before
-GONE = "Rank 0, which records which rank failed first, has ended. Its output names the cause."
+GONE = "Rank 0, which records the first failure, has ended. See the output of rank 0 for the cause."
 HAS_NOTES = sys.version_info >= (3, 11)  # of exceptions
 
 
@@ -492,8 +492,8 @@ def test_failures_of_an_earlier_run_are_ignored() -> None:
     Failures(store, 1, 1, 2).leave(ValueError("boom"))
     error = ExchangeError("worker group 1 went away")
     Failures(store, 0, 0, 2).leave(error)
-    note = "Rank 0 (worker group 0) has lost contact with another rank, but none has reported a"
-    assert not HAS_NOTES or error.__notes__[0].startswith(f"{note} failure: a process")
+    note = "Rank 0 (worker group 0) has lost contact with another rank, but no rank has reported a"
+    assert not HAS_NOTES or error.__notes__[0].startswith(f"{note} failure. A process")
 
 
 def test_a_silent_store_delays_no_end() -> None:

@@ -283,7 +283,7 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
     located = Federation(RUN).located()
     assert (located.hub, located.sites, located.site) == ("gpu08:17345", 3, "gpu10")
     launched({**BY_HAND, "MASTER_ADDR": "no-such-host.invalid"})
-    with pytest.raises(ValueError, match=r"'no-such-host.invalid'.* is unknown on here"):
+    with pytest.raises(ValueError, match=r"'no-such-host.invalid'.* cannot be resolved on here"):
         StreamingDiLoCo(mlp(), federation=Federation(RUN, sites=2), **CHOICES)
 
 

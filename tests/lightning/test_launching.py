@@ -236,7 +236,7 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
     for text in (
         r"ValueError: Rank [01] on",
         f"127.0.0.1:{port} is used by another",
-        "Choose another MASTER_PORT",
+        "Choose a different MASTER_PORT",
     ):
         assert re.search(text, output), output
 
