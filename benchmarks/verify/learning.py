@@ -180,14 +180,14 @@ def of_verdict() -> Iterator[Claim]:
     names = [bare(groups) for groups in GROUPS]
     yield Sentence(BENCHMARKS, "and eight groups lose # %", means(names[2]))
     size = parameters(quality.MODELS["0.1M"].size)
-    yield Sentence(BENCHMARKS, "Percent above DDP with # parameters", [size])
+    yield Sentence(BENCHMARKS, "percent above DDP with # parameters", [size])
     yield Table(BENCHMARKS, VERDICT_HEADER, _rows_of_verdict())
     small, medium = (in_stage("verdict", name)["M=2, H=50"] for name in ("0.2M", "0.5M"))
     sizes = [parameters(quality.MODELS[name].size) for name in ("0.2M", "0.5M")]
     numbers = [sizes[0], *gap(small), sizes[1], *gap(medium)]
     yield Sentence(
         BENCHMARKS,
-        "a model with # parameters reaches # ± # %, and one with # reaches # ± # %",
+        "a model with # parameters reaches # ± # %, and a model with # parameters reaches # ± # %",
         numbers,
     )
     apart = max(_apart(small.ours), _apart(small.plain))
