@@ -309,7 +309,9 @@ def of_directions() -> Iterator[Claim]:
     yield Table(CHOOSING, ["parameters, windows a step", "all matrices of a round, ms"], rows)
     svd = [share for name, share in shares.items() if name.endswith("decomposition over ours")]
     muon = [1 / share for name, share in shares.items() if name.endswith("ours over Muon's")]
-    pattern = "torch's decomposition takes # to # of our time ... take # to # (matrices"
+    pattern = (
+        "torch's decomposition takes # to # times as long. ... take # to # times as long (matrices"
+    )
     numbers = [min(svd), max(svd), min(muon), max(muon)]
     yield Sentence(CHOOSING, pattern, numbers)
 
