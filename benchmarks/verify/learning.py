@@ -249,8 +249,6 @@ def of_rounds() -> Iterator[Claim]:
     for row, length in zip(rows.values(), chosen, strict=True):
         row.append(length)
     yield Table(CHOOSING, ["fit", "H=10", "H=20"], rows)
-    same_seed = Comparison("H=10", ten.ours, [by_itself(2).ours[0]])
-    yield Sentence(CHOOSING, "H=10 gained # % over H=20", [-mean(same_seed.percent)])
 
 
 def _ten_for_two() -> Comparison:
@@ -360,13 +358,6 @@ def of_others() -> Iterator[Claim]:
 
 def of_matrices() -> Iterator[Claim]:
     """What the step of matrices gains: quality.json."""
-    rows = {
-        "equal singular values": gaps(by_itself(2), by_itself(4)),
-        "equal singular values and a dense beginning": gap(by_itself(8)),
-    }
-    settings = [elementwise(groups, 20) for groups in GROUPS]
-    rows["elementwise, outer_lr=0.7, outer_momentum=0.9"] = gaps(*settings)
-    yield Table(CHOOSING, VERDICT_HEADER, rows)
     words = {2: "two groups", 4: "four groups", 8: "eight groups"}
     beside = {label: _beside_single(groups) for groups, label in words.items()}
     yield Table(CHOOSING, ["batches of", "one group, above DDP"], beside)

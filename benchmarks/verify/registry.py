@@ -16,7 +16,7 @@ import yaml
 from benchmarks.verify import ablations, hub, learning, methods, speed
 from benchmarks.verify.claims import Claim, Source
 from benchmarks.verify.pages import ROOT
-from benchmarks.verify.results import README
+from benchmarks.verify.results import MATRICES, README
 
 MODULES = (learning, ablations, methods, speed, hub)
 
@@ -64,4 +64,4 @@ def _kept() -> Mapping[str, Any]:
 def pages() -> list[str]:
     """Returns the paths of all pages."""
     names = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-    return [README, *names]
+    return [README, *names, MATRICES]
