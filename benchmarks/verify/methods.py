@@ -58,7 +58,10 @@ def of_methods() -> Iterator[Claim]:
     pattern = "Two groups sent # % of the bytes, with no significant difference in loss (# ± # %)"
     yield Sentence(METHODS, pattern, [100 * table.bytes_sent(two), *gap(two)])
     random = four("random_k+memory, outer_lr=1")
-    pattern = "The mean over senders raised the loss by # ± # %. Random values raised it by # ± # %, with # % of"
+    pattern = (
+        "The mean over senders raised the loss by # ± # %. "
+        "Sending random values raised the loss by # ± # %, with # % of"
+    )
     losses = gaps(four("sparse, over senders"), random)
     yield Sentence(METHODS, pattern, [*losses, 100 * table.bytes_sent(random)])
     threshold = four("Threshold(every=10)")
