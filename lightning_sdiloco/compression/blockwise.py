@@ -113,8 +113,7 @@ class Blockwise(Compression):
             "the payload belongs to a vector of another size"
         )
         scales, codes = payload.tensor_split([self._scale_bytes(numel)])
-        # A payload may start at an odd address of a gathered buffer, where wider types cannot view
-        # it.
+        # A payload may start at an odd address of a gathered buffer, which wider types cannot view.
         scales = scales.clone().view(self.scale)
         for chunk in chunks(numel, payload.device):
             chunk_scales = scales[self._blocks(chunk)]

@@ -362,10 +362,10 @@ def test_unknown_exchanges_and_impossible_shares_are_refused() -> None:
     refused("not negative", TwoShot, [1, -1])
     refused("positive numbers", TwoShot, links=[1, 0])
     refused("does not use links", TwoShot, [0.5, 0.5], links=[1, 1])
-    must_be_one = r"add up to 1.1: .* must add up to 1. .* pass \[0.455, 0.545\]"
+    must_be_one = r"add up to 1.1, .* must add up to 1. .* pass \[0.455, 0.545\]"
     refused(must_be_one, TwoShot, [0.5, 0.6])
-    refused(r"add up to 0.9: .* pass \[0.333, 0.333, 0.333\]", TwoShot, [0.3, 0.3, 0.3])
-    refused(r"add up to 4: .* pass \[0.5, 0.25, 0.25\]", TwoShot, [2, 1, 1])
+    refused(r"add up to 0.9, .* pass \[0.333, 0.333, 0.333\]", TwoShot, [0.3, 0.3, 0.3])
+    refused(r"add up to 4, .* pass \[0.5, 0.25, 0.25\]", TwoShot, [2, 1, 1])
     assert TwoShot([0.33, 0.33, 0.33]).shares(3) is None, "they are rounded"
     refused("only a Trainer measures", Groups, 3, exchange=TwoShot(), **CHOICES)
     two_links = TwoShot(links=[1, 1])
