@@ -103,7 +103,7 @@ OUT_OF_RANGE: Table = [
     ),
     (
         {"timeout": timedelta(milliseconds=99)},
-        "^timeout= ... it must be a timedelta of at least a tenth of a second ",
+        "^timeout= ... it must be a timedelta of at least a tenth of a second",
     ),
     *(
         ({"compression": name}, f"^compression={name!r} ... 'fp32', 'bf16', 'fp8', ")
