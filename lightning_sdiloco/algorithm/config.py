@@ -1,4 +1,4 @@
-"""The settings of a run: the arguments of both the strategies and the engine, checked in one place.
+"""The settings that strategies and the engine share, and their validation.
 
 ``outer_lr``, ``outer_momentum`` and ``mixing`` can be ``"auto"``; see `recommended`.
 """
@@ -62,8 +62,8 @@ SPARSE_GAINS = (1.0, 3.2)
 1/64 of the values."""
 
 SENDERS_GAINS = (0.4, 2.0)
-"""The same range for a mean over the senders of a value. The range extends from the smaller rate in
-SparseLoCo's code to twice the larger rate."""
+"""The corresponding range for a mean over the senders of a value. The range extends from the
+smaller rate in SparseLoCo's code to twice the larger rate."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
@@ -99,8 +99,8 @@ def round_lengths(
     Args:
         steps: The inner steps of the fit; infinite if unknown.
         short_round: The minimum number of inner steps of a round if the fit is long enough.
-        overlap_steps: The number of inner steps from launch to landing. None derives it from the
-            length of a round.
+        overlap_steps: The number of inner steps from launch to landing. If None, it is derived from
+            the length of a round.
         least: A lower bound for the results.
 
     Examples:
@@ -144,7 +144,7 @@ def recommended(
     The same values suit any number of groups. With two, four and eight groups, no other value that
     we tried was clearly better. A momentum of 0.9 overshoots if there are too few rounds to average
     this out, or if a round has so few inner steps that all movement of a group is progress. `least`
-    is the smaller of the number of rounds and the inner steps of a round.
+    is the smaller of the number of rounds and the number of inner steps in a round.
 
     With a sparse compression, each group sends only a few values, and error feedback keeps the
     remaining values. The error feedback already acts as momentum, so the outer momentum is 0. The
@@ -153,8 +153,8 @@ def recommended(
     not divide this value by the number of groups and therefore needs a smaller rate. The rate is
     taken from the code of SparseLoCo (arXiv 2508.15706), which uses this mean.
 
-    Equal singular values have a smaller norm than the outer gradient, and no direction in which a
-    large rate would overshoot.
+    With equal singular values, the norm is smaller than the norm of the outer gradient, and a large
+    rate does not overshoot in any direction.
 
     Examples:
         >>> recommended()
@@ -224,7 +224,7 @@ _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
-# The values that settings had before they existed, except for None.
+# The values of settings that an older checkpoint lacks, except for None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
 # Settings of development versions. They do not affect resuming, because engine state that was saved
@@ -285,10 +285,10 @@ class OuterOptimizer:
             from the norms of the other groups. ``"auto"`` means 5. None disables the guard.
         offload: True keeps outer parameters and outer momentum in page-locked host memory.
             ``"auto"`` means True on CUDA devices.
-        direction: How the mean outer gradient is mapped before the optimizer steps.
+        direction: The map that is applied to the mean outer gradient before the optimizer steps.
             ``"elementwise"`` leaves it unchanged. ``"equalised"`` replaces the singular values of
-            every matrix with their mean; see `equalised`. A `Direction` is your own map. ``"auto"``
-            is described in docs/choosing.md.
+            every matrix with their mean; see `equalised`. You can also pass your own `Direction`.
+            ``"auto"`` is described in docs/choosing.md.
         matrices: A map from name patterns to the number of matrices into which a parameter is split
             along its first dimension. Use 3 for fused projections of queries, keys and values, and
             0 to treat all values separately. None uses `stack_of`.
@@ -358,7 +358,7 @@ class OuterOptimizer:
     def _check_make(self) -> None:
         if isinstance(self.make, type) and issubclass(self.make, OuterOptimizer):
             raise ValueError(
-                "outer_optimizer is the class OuterOptimizer itself. Give an instance, such as"
+                "outer_optimizer is the class OuterOptimizer itself. Pass an instance, such as"
                 f" OuterOptimizer(clip_norm=1.0), or a callable such as {AN_OUTER_OPTIMIZER}."
             )
         if self.make is None or callable(self.make):
@@ -367,7 +367,7 @@ class OuterOptimizer:
         raise ValueError(
             f"outer_optimizer of type {type(self.make).__name__} is {fault}. It must be an"
             " OuterOptimizer, or a callable that creates a torch optimizer from the flat float32"
-            f" shards, which exist only when a fit starts. Choose one such as {AN_OUTER_OPTIMIZER}."
+            f" shards, which exist only when a fit starts. Choose a callable such as {AN_OUTER_OPTIMIZER}."
         )
 
     def _check_matrices(self) -> None:
@@ -396,8 +396,8 @@ class OuterOptimizer:
 
     @property
     def guard(self) -> float | None:
-        """The factor above the usual length that is too long; see `outlying`. None disables the
-        guard.
+        """The factor by which a length may exceed the usual length; see `outlying`. None disables
+        the guard.
         """
         if isinstance(self.outlier_guard, str):
             return GUARD
@@ -564,8 +564,9 @@ class Settings:
             return
         if not isinstance(dense, DenseBeginning):
             raise ValueError(
-                f"dense_beginning={dense!r} is not a DenseBeginning. Pass one, such as"
-                " lightning_sdiloco.DenseBeginning(rounds=50), or None to disable it."
+                f"dense_beginning={dense!r} is not a DenseBeginning. Pass an instance, such as"
+                " lightning_sdiloco.DenseBeginning(rounds=50), or None to disable the dense"
+                " beginning."
             )
         if 2 * dense.sync_every > self.sync_every:
             raise ValueError(
@@ -695,7 +696,7 @@ class Settings:
         return self._directed(ELEMENTWISE)
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings with values of `recommended` in place of ``"auto"``."""
+        """Returns the settings with the values of `recommended` in place of ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             return self._chosen_for_momentum()
         least = math.inf
@@ -914,7 +915,8 @@ _BESIDE_THE_OUTER_OPTIMIZER = {
         "outer_momentum": "outer_momentum",
     }.items()
 }
-"""The same for arguments of `OuterOptimizer` that belong to the strategy."""
+"""The correct argument and the advice for arguments of `OuterOptimizer` that belong to the
+strategy."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -1001,7 +1003,9 @@ def _require(
 def _require_map(
     settings: object, name: str, is_right: Callable[[object], bool], rule: str
 ) -> None:
-    """Refuses a setting that does not map patterns to valid values. Converts it to a plain dict."""
+    """Refuses a setting that does not map patterns to valid values. Converts the setting to a plain
+    dict.
+    """
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
         raise ValueError(

@@ -4,8 +4,8 @@ its mean outer gradient equal.
 The direction is a stateless map that is applied to each matrix before the elementwise outer
 optimizer. Groups agree only if the result is bit-identical everywhere. However, an ordinary matrix
 product differs between processors, thread counts and accelerators. Therefore, all products are
-exact: float64 represents every sum, in any order, if the factors are multiples of 2^-24 and the
-norms of their rows and columns are at most a few units.
+exact: float64 represents every sum, in any order, if the factors are multiples of 2^-24 whose rows
+and columns have norms of at most a few units.
 """
 
 from collections import defaultdict
@@ -63,8 +63,8 @@ def equalised(matrices: Tensor) -> Tensor:
     is almost zero, such as directions of dead units and unseen tokens, remain almost zero; see
     `SMALLEST_SHARE`. A matrix that is zero or not finite is returned unchanged.
 
-    The result is bit-identical on every device and with any number of threads. It does not depend
-    on whether matrices are passed separately or together.
+    The result is bit-identical on every device and with any number of threads. The result does not
+    depend on whether matrices are passed separately or together.
 
     Args:
         matrices: Matrices of shape ``(..., rows, columns)``, of any floating-point dtype.

@@ -39,7 +39,7 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """The parameters of A2CiD2's momentum between rounds. Each group keeps a second vector for it."""
+    """The parameters of A2CiD2's momentum, for which each group keeps a second vector."""
 
     rate: float
     pull: float

@@ -22,7 +22,7 @@ gradient then points against the outer gradients of the other sites, which agree
 The same happens at a site whose data differs from data that the other sites share, once the sites
 have learned what they have in common: at the optimum, all outer gradients add up to zero. No rule
 can distinguish the two cases, so no site is left out because of its direction. A direction is
-reported if it persists and if at least three other sites can agree.
+reported if it persists and there are at least three other sites to compare with.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,17 +37,16 @@ Member = TypeVar("Member")
 """A group by its number, or a site by its name."""
 
 GUARD = 5.0
-"""The default factor above the usual length from which a length is too long."""
+"""The default factor by which a length may exceed the usual length."""
 
 REMEMBERED = 8
 """The number of previous rounds with which a length is compared."""
 
 FIRST = 1e4
-"""The factor above the other members' length from which a length is too long in the first
-rounds."""
+"""The factor by which a length may exceed the lengths of the other members in the first rounds."""
 
 BUFFERS = 100.0
-"""The factor above the usual size from which buffers are too large."""
+"""The factor by which buffers may exceed their usual size."""
 
 NOT_FINITE = 3.4028234663852886e38
 """The size of non-finite buffers: the largest number that fits into a control vector."""
@@ -140,7 +139,7 @@ class Length(NamedTuple):
 
 
 class Past(NamedTuple):
-    """The lengths that the guard remembers of a group.
+    """The past lengths of a group, as stored by the guard.
 
     Attributes:
         lengths: The lengths of the last eight rounds, starting with the oldest. None marks a round
@@ -165,7 +164,7 @@ class Past(NamedTuple):
 
     @staticmethod
     def read(saved: object) -> "Past":
-        """Reads the result of `plain`. Pasts from earlier versions are discarded."""
+        """Reads the result of `plain`. Data from earlier versions is discarded."""
         if not isinstance(saved, dict):
             return Past()
         lengths = (None if length is None else Length(*length) for length in saved["lengths"])
@@ -173,8 +172,8 @@ class Past(NamedTuple):
 
 
 class TooLong(NamedTuple):
-    """The reason for leaving out an outer gradient: it is ``times`` as long as usual for its group,
-    or as long as the outer gradients of the other groups.
+    """The reason for leaving out an outer gradient, with the factor (``times``) by which it exceeds
+    its usual length or the lengths of the other outer gradients.
     """
 
     times: float
@@ -239,8 +238,8 @@ def _likely(
 
 @dataclass(frozen=True)
 class _Round(Generic[Member]):
-    """The comparable lengths of a round, the pasts of its members, and the curves that explain
-    these pasts. All results are logarithms.
+    """The comparable lengths of a round, the past of each member, and the curves that explain the
+    past lengths. All results are logarithms.
     """
 
     lengths: Mapping[Member, Length]
@@ -356,15 +355,15 @@ def outlying(
 
     Each member is compared with its own past, which must contain four lengths, and with the growth
     of the other members. If there are at least two other members, it is also compared with their
-    scaled lengths in this round. If too little is known for both comparisons, the member's data may
-    differ from the data of the other members. Then, it is compared with their plain lengths, and
-    the limit is `FIRST`. If all members are too long, training has changed, and only members that
-    exceed `FIRST` are left out.
+    scaled lengths in this round. If too little is known for both comparisons, a member is compared
+    with the unscaled lengths of the other members. The limit is then `FIRST`, because the members'
+    data may differ. If all members are too long, training has changed, and only members that exceed
+    `FIRST` are left out.
 
     Args:
         lengths: The lengths of all members that may count in a round.
         pasts: The past of each member.
-        guard: The factor above the usual length from which a length is too long.
+        guard: The factor by which a length may exceed the usual length.
 
     Examples:
         >>> always = Past(lengths=(Length(1.0, steps=10),) * 4)
@@ -410,7 +409,7 @@ def _judged(round: _Round[Member], member: Member, length: Length, guard: float)
 def remembered(
     counted: Mapping[Member, Length], left_out: Iterable[Member], pasts: Mapping[Member, Past]
 ) -> dict[Member, Past]:
-    """Returns the pasts after a round.
+    """Returns the past of each member after a round.
 
     If the guard has left out a member, the usual length is recorded instead of the member's own
     length. The member's own length is ignored, but its past still follows the growth of the other
@@ -419,7 +418,7 @@ def remembered(
     Args:
         counted: The lengths that counted.
         left_out: The members that the guard has left out.
-        pasts: The pasts before the round.
+        pasts: The past of each member before the round.
     """
     left_out = set(left_out)
     round = _Round.between(counted, pasts)
@@ -467,7 +466,7 @@ def with_large_buffers(
     Args:
         sizes: The size of each member's buffers as a multiple of the outer values. The size is 0 if
             the buffers have not changed, and `NOT_FINITE` if a value is not finite.
-        pasts: The remembered sizes of each member.
+        pasts: The past sizes of each member.
 
     Examples:
         >>> sizes = {"a": 1.0, "b": 1.2, "c": 1e20}
@@ -481,7 +480,7 @@ def with_large_buffers(
 def remembered_sizes(
     sizes: Mapping[Member, float], left_out: Collection[Member], pasts: Mapping[Member, Past]
 ) -> dict[Member, Past]:
-    """Returns the pasts of buffer sizes after a round."""
+    """Returns the past buffer sizes of each member after a round."""
     counted = {member: size for member, size in sizes.items() if member not in left_out}
     return remembered(_as_lengths(counted), left_out, pasts)
 
@@ -515,15 +514,15 @@ class Direction(NamedTuple):
 def direction_in_mean(
     part: float, product: float, mean: float, norm: float, norms_of_others: Sequence[float]
 ) -> Direction:
-    """Returns the direction of a group's part of a mean.
+    """Returns the direction of a group's contribution to a mean.
 
     Args:
-        part: Squared norm of the decoded part.
-        product: Inner product of the part and the mean.
-        mean: Squared norm of the mean.
-        norm: Norm of the part before it was encoded.
-        norms_of_others: The norms of the other parts before they were encoded. A compression is
-            assumed to change all norms by the same factor.
+        part: The squared norm of the decoded contribution.
+        product: The inner product of the contribution and the mean.
+        mean: The squared norm of the mean.
+        norm: The norm of the contribution before it was encoded.
+        norms_of_others: The norms of the other contributions before they were encoded. A
+            compression is assumed to change all norms by the same factor.
 
     Examples:
         >>> direction_in_mean(1.0, 1.0, 4.0, 1.0, [1.0, 1.0, 1.0])  # at right angles

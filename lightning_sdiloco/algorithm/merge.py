@@ -93,7 +93,8 @@ class Mix(LandingRule):
 class Carry(LandingRule):
     """Adds all progress made during the flight to the new outer parameters.
 
-    The result is ``local + (after - sent)``, where ``sent`` are the local values at the launch.
+    The result is ``local + (after - sent)``, where ``sent`` contains the local values at the
+    launch.
 
     Examples:
         >>> before, sent, after, local = (torch.tensor([value]) for value in (0.0, 1.0, 4.0, 1.5))
@@ -104,7 +105,7 @@ class Carry(LandingRule):
 
     @property
     def kept(self) -> float:  # type: ignore[override]
-        """The share 0, because the outer parameters replace the values at the launch."""
+        """The kept share is 0, because the outer parameters replace the values at the launch."""
         return 0.0
 
     @override

@@ -30,7 +30,7 @@ class Parameter(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The matrices of a parameter: their number and shape.
+    """The number and shape of a parameter's matrices.
 
     Examples:
         >>> Stack(2, 3, 4).multiplications
@@ -91,10 +91,10 @@ def partition(
     ``"sequential"``, the blocks of a fragment are consecutive. Without a number, a fragment
     contains an eighth of the blocks, between one and three, or more if there would otherwise be
     over 32 fragments. Parameters outside the blocks (embeddings, head, last norm) form additional
-    fragments. These are not larger than the largest fragment of blocks, unless a single tensor is
-    larger or, without a number, there would be many more than 32 fragments. An integer distributes
-    the tensors over that many fragments of similar size. ``"balanced"`` uses the same number of
-    fragments as ``"strided"``.
+    fragments. Such a fragment is not larger than the largest fragment of blocks, unless a single
+    tensor is larger or, without a number, there would be many more than 32 fragments. An integer
+    distributes the tensors over that many fragments of similar size. ``"balanced"`` uses the same
+    number of fragments as ``"strided"``.
 
     Args:
         parameters: The trainable parameters, without duplicates, in the order of

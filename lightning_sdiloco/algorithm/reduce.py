@@ -138,11 +138,11 @@ class AllReduce:
         return self.compression.wire_bytes(part)
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other group in the second hop, or 0."""
+        """Returns the bytes that a group sends to each other group in the second hop."""
         return 0
 
     def second_hops(self, numel: int) -> list[int] | None:
-        """Returns the second-hop bytes of each group, or None if all groups send equally many."""
+        """Returns the second-hop bytes of each group, or None if they are equal."""
         return None
 
     def bytes_to_others(self, numel: int, group: int) -> int:
@@ -277,13 +277,13 @@ class TwoShot:
     """An exchange in two shots in which groups average parts of different sizes, also called joint
     allocation (arXiv 2003.04544).
 
-    Group g averages the share ``s_g`` of every shard. With a payload P, it sends and receives ``P *
-    (1 + (M - 2) * s_g)``, so a group behind a slow link sends the fewest bytes if its share is 0.
-    The slowest link determines the duration of a round. ``"by_bandwidth"`` chooses the shares that
-    minimise the transfer time on this link.
+    Group g averages the share ``s_g`` of every shard. With a payload P, the group sends and
+    receives ``P * (1 + (M - 2) * s_g)``, so a group behind a slow link sends the fewest bytes if
+    its share is 0. The slowest link determines the duration of a round. ``"by_bandwidth"`` chooses
+    the shares that minimise the transfer time on this link.
 
     Args:
-        parts: The shares, which are one number of at least 0 for each group and add up to 1.
+        parts: A list of shares that add up to 1, with one number of at least 0 for each group.
             ``"by_bandwidth"`` derives the shares from the links. ``"equal"`` is the same as
             ``exchange="two_shot"``.
         links: The bandwidth of each group's link in Gbit/s, for ``"by_bandwidth"``. If None, a
@@ -465,7 +465,9 @@ def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) 
 def all_reduce_for(
     exchange: str | TwoShot, groups: int, compression: Compression, mixing: float
 ) -> AllReduce:
-    """Creates the all-reduce for an exchange. `AllReduce.at` adapts it to a single launch."""
+    """Creates the all-reduce for an exchange. `AllReduce.at` adapts the result to a single
+    launch.
+    """
     if not is_two_shot(exchange, groups, compression):
         return AllReduce(groups, compression, mixing)
     shares = None

@@ -66,7 +66,7 @@ class DenseBeginning:
 
     @property
     def steps(self) -> int:
-        """The number of inner steps after which ordinary rounds are counted."""
+        """The number of inner steps before ordinary rounds start."""
         return self.rounds * self.sync_every
 
     def overlap(self, overlap_steps: int) -> int:
@@ -144,7 +144,7 @@ class Schedule:
 
     @property
     def dense_steps(self) -> int:
-        """The number of inner steps after which ordinary rounds are counted."""
+        """The number of inner steps before ordinary rounds start."""
         if self.dense is None:
             return 0
         return self.dense.steps
@@ -281,12 +281,12 @@ class Schedule:
         return dense_launches, max(0, since_offset) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns the most inner steps that a request needs to travel with the next launch and
-        land.
+        """Returns the largest number of inner steps that a request needs to travel with the next
+        launch and land.
 
         Args:
-            since: The first inner step after which the request can be made. It can also be made
-                after any later step.
+            since: The first inner step after which the request can be made. The request can also be
+                made after any later step.
 
         Examples:
             >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=4)
@@ -404,7 +404,8 @@ class LaunchSchedule(ABC):
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        """Returns the most inner steps that a request needs to travel with a launch and land.
+        """Returns the largest number of inner steps that a request needs to travel with a launch
+        and land.
 
         Args:
             schedule: The schedule of the run.
@@ -434,11 +435,12 @@ class Selective(LaunchSchedule):
     A group's rate is the norm of its outer gradient divided by the number of inner steps that it
     trained. If every group's rate differs by less than the relative ``threshold`` from its rate at
     the previous launch, the number of inner steps to the next launch doubles, up to ``most *
-    sync_every``. Otherwise, it returns to ``sync_every``. The next outer gradient contains all
-    training since the last launch. This schedule saves bytes but does not lower the peak bandwidth.
+    sync_every``. Otherwise, the interval returns to ``sync_every``. The next outer gradient
+    contains all training since the last launch. This schedule saves bytes but does not lower the
+    peak bandwidth.
 
     Args:
-        threshold: The smallest relative change of a rate that matters, at least 0. With 0,
+        threshold: The smallest relative change of a rate that is not ignored, at least 0. With 0,
             fragments never launch less often.
         most: The longest interval between two launches of a fragment, as a multiple of
             ``sync_every``, at least 1.
@@ -527,8 +529,8 @@ class Selective(LaunchSchedule):
 
 
 class Timetable:
-    """The inner steps of a run after which fragments launch and land. A launch schedule, which
-    depends on landings, decides after the dense beginning.
+    """The launches and landings of a run. After the dense beginning, a launch schedule decides,
+    based on previous landings.
 
     Args:
         schedule: The schedule of the rounds, with the remaining dense beginning.
@@ -575,6 +577,6 @@ class Timetable:
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def note(self, landing: Heard) -> None:
-        """Records a landing. Its launch is given as an inner step of the run."""
+        """Records a landing. The launch is given as an inner step of the run."""
         launched_at = self.counted_in_rounds(landing.launched_at)
         self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -119,7 +119,7 @@ class Control(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How much each group counts in one mean.
+    """The weights of groups in a mean, and the groups that are left out.
 
     Attributes:
         factors: The groups that count, in order, with the factors of their outer gradients. The
@@ -284,7 +284,9 @@ class Aggregation(Weighing):
 
     @override
     def joined(self, states: Sequence[Sequence[object]], groups: int) -> list[WeighingState]:
-        """Returns the joined lengths of the fragments, which are upper bounds for parts of them."""
+        """Joins the lengths of fragments. The results are upper bounds for the lengths of any
+        part.
+        """
         joined = list[WeighingState]()
         for group in range(groups):
             joined.append(joined_pasts([Past.read(state[group]) for state in states]).plain())
@@ -302,7 +304,7 @@ def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
 
 
 class Weighed(NamedTuple):
-    """The states of a weighing by fragment parameters, so the states survive a new partition.
+    """The states of a weighing, stored by parameter names so they survive a new partition.
 
     Attributes:
         weighing: The weighing as text.
