@@ -58,9 +58,9 @@ class Traits(NamedTuple):
 class Compression(ABC):
     """Converts a flat float32 outer gradient into bytes and back.
 
-    Compressions are immutable, compare by value and contain no tensors. The engine keeps their
-    state between launches. Encoding and decoding use only integer operations and correctly rounded
-    operations, so all groups decode the same bytes to bit-identical values.
+    Compressions are immutable, compare by value and contain no tensors. The engine keeps the state
+    of a compression between launches. Encoding and decoding use only integer operations and
+    correctly rounded operations, so all groups decode the same bytes to bit-identical values.
 
     Implement `wire_bytes`, `encode` and `decode`. A compression that keeps state between launches
     also implements `encode_launch`, which takes and returns a `State`.
@@ -104,7 +104,7 @@ class Compression(ABC):
 
         Args:
             payload: A uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
+            out: A contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
@@ -133,7 +133,7 @@ class Compression(ABC):
 
         Args:
             sent: The payloads and their factors. Without payloads, the mean is zero.
-            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
+            out: A contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
         for payload, factor in sent:
@@ -195,8 +195,8 @@ class Compression(ABC):
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns the number of the code that a sender uses for a launch, or 0 if there is only one
-        code.
+        """Returns the index of the code that a sender uses for a launch. It is 0 if there is only
+        one code.
 
         Args:
             numel: The number of values.
@@ -236,7 +236,9 @@ def divide(total: Tensor, groups: int) -> Tensor:
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to process at a time. On a CPU, these values fit into its cache."""
+    """Returns how many values to process at a time. On a CPU, this number of values fits into the
+    cache.
+    """
     if device.type == "cpu":
         return 1 << 17
     return 1 << 23

@@ -153,7 +153,7 @@ class Leveled(Blockwise):
 
 
 class _Integers(Leveled):
-    """A compression to whole numbers of steps of ``top / largest``, from ``-largest`` to
+    """Encodes values as whole numbers of steps of ``top / largest``, from ``-largest`` to
     ``largest``.
 
     ``top`` is the largest magnitude of the block, rounded to bfloat16. The lower limit for ``top``
@@ -227,7 +227,7 @@ class _Microscaling(Leveled):
     """Small floating-point codes with a power of two for each block, as in the OCP Microscaling
     formats.
 
-    Products with a power of two are exact. The power is stored as E8M0, which is the exponent of a
+    Products with a power of two are exact. Powers are stored as E8M0, which is the exponent of a
     float32 with a bias of 127.
     """
 
@@ -429,8 +429,8 @@ def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes from one code per byte. Operations on words are much faster than on every other
-    byte.
+    """Packs codes that are stored one per byte. Operations on words are much faster than on every
+    other byte.
     """
     if bits == 8:
         return codes

@@ -26,7 +26,7 @@ class ByLink(Compression):
     Each sender chooses independently at each launch. Each payload identifies its code, so all
     groups decode it to bit-identical values. The error of a code with error feedback is added to
     the next launch, regardless of the next code. While such a memory exists, the errors of other
-    codes are also added to it.
+    codes are also added to this memory.
 
     Args:
         menu: The codes as names or compressions, starting with the preferred code.

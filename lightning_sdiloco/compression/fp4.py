@@ -7,8 +7,8 @@ explains the choices.
 [Note: in one pass] On a CPU, ``fp4.c`` does the same work in one pass and computes the mean in an
 eighth of the time. ``hatch_build.py`` compiles this file at build time if there is a C compiler. On
 a GPU, ``fp4_triton.py`` is used if Triton is installed. The torch operations are the reference and
-need neither. Ranks may use different implementations, because a pass is used only if its results on
-a sample are bit-identical to the reference.
+need neither C nor Triton. Ranks may use different implementations, because a pass is used only if
+its results on a sample are bit-identical to the reference.
 """
 
 import ctypes
