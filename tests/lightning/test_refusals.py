@@ -499,7 +499,7 @@ UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], str]] = [
     (
         mlp(),
         {"fragments": [["*.weight"]]},
-        "4 of 8 trainable parameters match no pattern ... Add a pattern",
+        "4 of 8 trainable parameters match no pattern ... Add patterns",
     ),
 ]
 
