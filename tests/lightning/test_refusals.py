@@ -148,11 +148,11 @@ OF_ANOTHER_TYPE: Table = [
         {"timeout": 30},
         "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
-    ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
+    ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Pass an instance, such as"),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
-        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be at"
-        " most half as large",
+        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7, because the sync_every of"
+        " the dense beginning must be at most half as large",
     ),
     (
         {"dense_beginning": DenseBeginning(3), "schedule": Selective()},
@@ -166,14 +166,14 @@ OF_ANOTHER_TYPE: Table = [
         ({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'")
         for name in ("glo", ":glo", "auto:glo")
     ),
-    ({"compression": FP4}, "compression=<class ... not the class itself"),
+    ({"compression": FP4}, "compression=<class ... not a class"),
     (
         {"outer_optimizer": torch.optim.SGD([torch.zeros(1)])},
         f"of type SGD is already an optimizer ... {OPTIMIZER}",
     ),
     (
         {"outer_optimizer": OuterOptimizer},
-        "outer_optimizer is the class OuterOptimizer itself. Give an instance, ",
+        "outer_optimizer is the class OuterOptimizer itself. Pass an instance, ",
     ),
     ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
@@ -185,7 +185,7 @@ OF_ANOTHER_TYPE: Table = [
         "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces"
         " ... Leave out outer_lr and outer_momentum",
     ),
-    ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']] ... Choose one"),
+    ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']]"),
 ]
 KNOWN = "which torch does not know. It knows gloo, nccl,  ... Choose one of them, leave it out"
 OF_STRATEGIES: Table = [
