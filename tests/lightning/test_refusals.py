@@ -148,7 +148,10 @@ OF_ANOTHER_TYPE: Table = [
         {"timeout": 30},
         "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
-    ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Pass an instance, such as"),
+    (
+        {"dense_beginning": 3},
+        "^dense_beginning=3 is not a DenseBeginning. Pass an instance, such as",
+    ),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
         "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7, because the sync_every of"
@@ -255,7 +258,7 @@ OF_THE_OUTER_OPTIMIZER: Table = [
     ({"offload": 1}, f"^offload=1 is of type int, not bool or str: {OFFLOAD}"),
     (
         {"lr_schedule": "cosine"},
-        "^lr_schedule='cosine' is of type str, not Callable: it must be a callable from an",
+        "^lr_schedule='cosine' is of type str, not Callable: it must be a callable that creates",
     ),
 ]
 
