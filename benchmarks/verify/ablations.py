@@ -112,7 +112,7 @@ def of_finetuning() -> Iterator[Claim]:
         assert len(compared.ours) == len(pairs)
         numbers += gap(compared)
     pattern = (
-        "the loss is # ± # % above DDP with all parameters ..., and # ± # % above it with LoRA"
+        "the loss is # ± # % above DDP's when all parameters ..., and # ± # % above it with LoRA"
     )
     yield Sentence(BENCHMARKS, pattern, numbers)
     late = finetuning.ours("all parameters", overlap_steps=5)

@@ -12,13 +12,13 @@ def of_transport() -> Iterator[Claim]:
     """Payloads to a hub: hub_transport.json."""
     large = _of_link("100 Mbit/s, 100 MB")
     fast = _of_link("1000 Mbit/s, 100 MB")
-    pattern = "at # of 100 Mbit/s for 100 MB, and at # of 1000"
+    pattern = "A payload of 100 MB is transferred at # of 100 Mbit/s, and at # of 1000"
     yield Sentence(BENCHMARKS, pattern, [100 * large, 1000 * fast])
     many = "100 Mbit/s, 0.1% lost, 8 connections, 10 MB"
     lossy = 100 * _of_link(many)
     iperf3 = lossy / headline("hub_transport")[f"{many}: of iperf3"]
     alone = 100 * _of_link(many.replace("8 connections", "1 connections"))
-    pattern = "it reaches # of 100, compared with # with iperf3 and # with one connection"
+    pattern = "it is transferred at # of 100 Mbit/s, compared with # for iperf3 and # for a single connection"
     yield Sentence(BENCHMARKS, pattern, [lossy, iperf3, alone])
 
 
@@ -66,16 +66,14 @@ def of_site_steps() -> Iterator[Claim]:
 def of_chaos() -> Iterator[Claim]:
     """Faults: chaos.json."""
     records = sum(run["records"] for run in _runs())
-    yield Sentence(BENCHMARKS, "In # records, no two sites differed", [records])
+    yield Sentence(BENCHMARKS, "Across # records, no two sites differed", [records])
     faults = sum(_faults(run) for run in _runs())
     behind = sum(_faults(run) for run in _runs() if run["namespaces"])
-    pattern = (
-        "went through # random kills, stops, moves, and cut or slow links, # of them behind NATs"
-    )
+    pattern = "went through # random kills ... links. The sites were behind NATs ... during # of"
     yield Sentence(BENCHMARKS, pattern, [faults, behind])
     yield Sentence(FEDERATION, "# random faults on a hub and four sites", [faults])
     longest = max(pause for run in _runs() for pause in run["pauses"])
-    yield Sentence(BENCHMARKS, "without a record while the hub and a site were up: # s", [longest])
+    yield Sentence(BENCHMARKS, "the longest time without a record was # s", [longest])
 
 
 def _runs() -> list[Any]:
@@ -92,15 +90,17 @@ def of_returns() -> Iterator[Claim]:
     late = sorted(back["seconds"] for back in returns if not back["state"])
     assert late[-3] <= 3 < late[-2], "the page says: all but two"
     pattern = (
-        "of # returns, all but two took at most # s or fetched a state; the other two took # s"
+        "Of # returns, all but two took at most # s or fetched a state. The other two took # s"
     )
     yield Sentence(BENCHMARKS, pattern, [len(returns), AtMost(late[-3]), late[-1]])
     kills = [back["seconds"] for back in returns if back["kind"] == _KILL]
-    yield Sentence(BENCHMARKS, "After kill -9 of a site, the median is # s", [median(kills)])
+    yield Sentence(
+        BENCHMARKS, "After kill -9 of a site, the median recovery takes # s", [median(kills)]
+    )
     sites = [site for run in _runs() for site in run["stalls"].values()]
     above = [stall["stalled"] - stall["delayed"] for site in sites for stall in site["above"]]
     usual = max(stall for site in sites if not site["above"] for stall in site["stalls"])
-    pattern = "waited at most # s plus one step, except for two steps of # and # s"
+    pattern = "waited at most # s plus one step, except for two steps of # s and # s"
     yield Sentence(BENCHMARKS, pattern, [AtMost(usual), *above])
 
 

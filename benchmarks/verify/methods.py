@@ -55,31 +55,36 @@ def of_methods() -> Iterator[Claim]:
     rows["SNOO"] = gap(compared()["M=1, SNOO"])
     yield Table(METHODS, ["method", "use it when"], rows)
     two = compared()["M=2, Selective(0.3, most=4)"]
-    pattern = "two groups sent # % of the bytes, with no difference in loss (# ± # %)"
+    pattern = "Two groups sent # % of the bytes, with no significant difference in loss (# ± # %)"
     yield Sentence(METHODS, pattern, [100 * table.bytes_sent(two), *gap(two)])
     random = four("random_k+memory, outer_lr=1")
-    pattern = "the mean over senders led to # ± # % more loss; random values led to # ± # % more, at # % of"
+    pattern = (
+        "The mean over senders raised the loss by # ± # %. "
+        "Sending random values raised the loss by # ± # %, with # % of"
+    )
     losses = gaps(four("sparse, over senders"), random)
     yield Sentence(METHODS, pattern, [*losses, 100 * table.bytes_sent(random)])
     threshold = four("Threshold(every=10)")
     top_k = four("top_k+memory")
     beside = Comparison("top-k", threshold.ours, top_k.ours)
     share = 100 * table.bytes_sent(threshold) / table.bytes_sent(top_k)
-    pattern = "it sent # % of top-k's bytes and had # ± # % more loss"
+    pattern = "DCT sent # % of top-k's bytes and had # ± # % more loss"
     yield Sentence(METHODS, pattern, [share, *gap(beside)])
     in_flight = gaps(four("Carry, tau=19"), four("defaults, tau=19"))
-    pattern = "at tau=19 with H=20, it had # ± # % more loss than the defaults; mixing had # ± # %"
+    pattern = (
+        "At tau=19 with H=20, Carry had # ± # % more loss than the defaults, and mixing had # ± # %"
+    )
     yield Sentence(METHODS, pattern, in_flight)
     gpa = gap(four("GPA inside, none outside"))
     yield Sentence(METHODS, "with or without the default outer momentum (# ± # %", gpa)
-    yield Sentence(METHODS, "Lookahead lost # ± # %", gap(compared()["M=1, Lookahead"]))
+    yield Sentence(METHODS, "Lookahead had # ± # % more loss", gap(compared()["M=1, Lookahead"]))
     averaged = gap(four("FedAvg, SGD inside"))
-    yield Sentence(METHODS, "federated averaging itself is # ± # % above", averaged)
+    yield Sentence(METHODS, "Federated averaging itself is # ± # % above", averaged)
 
 
 def of_gossip() -> Iterator[Claim]:
     """Routes: claims.json."""
-    pattern = "saves # ± #, # ± #, # ± # and # ± # % of the loss"
+    pattern = "reduces the loss by # ± #, # ± #, # ± # and # ± # %"
     yield Sentence(METHODS, pattern, _differences("a2cid2", "Ring()"))
     numbers = _differences("saps_psgd", "FastestPairs")
     yield Sentence(
@@ -88,7 +93,11 @@ def of_gossip() -> Iterator[Claim]:
         numbers,
     )
     numbers = _differences("saps_psgd", "FastestPairs, 1/100")
-    yield Sentence(METHODS, "1/100 of the values, the loss changed by # ± # and # ± # %", numbers)
+    yield Sentence(
+        METHODS,
+        "With 1/100 of the values, as in the paper, the loss changed by # ± # and # ± # %",
+        numbers,
+    )
 
 
 def _differences(claim: str, method: str) -> list[float]:
@@ -102,12 +111,12 @@ def _differences(claim: str, method: str) -> list[float]:
 
 def of_rare_rows() -> Iterator[Claim]:
     """Clients and embedding tables: claims.json."""
-    pattern = "# ± # % less loss than averaging at a rate of 0.1, and # ± # % less at 0.3"
+    pattern = "# ± # % less loss than averaging at a rate of 0.1, and # ± # % less at a rate of 0.3"
     yield Sentence(METHODS, pattern, _differences("fedglomo", "FedGLOMO, beta=0.5"))
     rows = {row["method"]: row for row in _summary("tables")}
     touched = 100 * rows["sparse"]["rows_with_a_gradient"]
     share = rows["fp4"]["bytes"] / rows["sparse"]["bytes"]
-    pattern = "a round touches # % of the rows, sparse ended # ± # % above fp4, at 1/# of"
+    pattern = "a round touches # % of the rows, sparse ended # ± # % above fp4, with 1/# of"
     yield Sentence(METHODS, pattern, [touched, *_differences("tables", "sparse"), share])
 
 
@@ -119,11 +128,13 @@ def of_gains() -> Iterator[Claim]:
         row = schedules[method]
         saved = 100 * (1 - row["seconds"] / schedules["H=20"]["seconds"])
         numbers += [saved, row["percent"], row["half_width"]]
-    pattern = "took # % less time, with # ± # % loss; H=80 took # % less, with # ± # %"
+    pattern = (
+        "took # % less time, with # ± # % loss. With H=80, the run took # % less time, with # ± # %"
+    )
     yield Sentence(METHODS, pattern, numbers)
     by_link = {row["ratio"]: row["speed_up"] for row in _summary("fusionllm")}
     assert by_link[10] == 1, "the page says: as fast"
-    pattern = "# times faster if it is 100 times slower, and # times faster at 1,000"
+    pattern = "# times faster if the uplink is 100 times slower, and # times faster if it is 1,000"
     yield Sentence(METHODS, pattern, [by_link[100], by_link[1000]])
     rows = [row for row in results("claims")["rows"] if row["claim"] == "uneven_parts"]
     steps = {(row["repeat"], row["sites"], row["method"]): row["step"] for row in rows}
@@ -133,7 +144,9 @@ def of_gains() -> Iterator[Claim]:
         row for row in _summary("drop_compute") if (row["ranks"], row["sigma"]) == (200, 0.2)
     ]
     gain = results("drop_compute")["found"]["gain"]
-    pattern = "8 ranks trained # % more per second ... for 200 ranks, the computed gain is # %"
+    pattern = (
+        "8 ranks processed # % more data per second ... For 200 ranks, the computed gain is # %"
+    )
     yield Sentence(METHODS, pattern, [100 * gain, 100 * large["gain"]])
 
 
@@ -147,7 +160,7 @@ def of_backup_workers() -> Iterator[Claim]:
     waiting = 100 * rows["federation, waits for all"]["goodput"]
     quorums = [100 * row["goodput"] for name, row in rows.items() if name.endswith("grace=2")]
     late = [row["landing_seconds"] for name, row in rows.items() if name.startswith("one site")]
-    pattern = "goodput is # % if rounds wait for all sites, and # % with grace=2 and either quorum"
+    pattern = "Goodput is # % if rounds wait for all sites, and # % with grace=2 and either quorum"
     for goodput in quorums:
         yield Sentence(METHODS, pattern, [waiting, goodput])
-    yield Sentence(METHODS, "does not delay any landing (# s, not #", [late[1], late[0]])
+    yield Sentence(METHODS, "does not delay any landing (# s instead of # s", [late[1], late[0]])

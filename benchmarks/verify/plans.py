@@ -9,7 +9,11 @@ from pathlib import Path
 
 PLAN = "benchmarks/PLAN.md"
 
-RESULTS = {"curve": "docs/benchmarks/curve.json", "rivals": "docs/benchmarks/rivals.json"}
+RESULTS = {
+    "curve": "docs/benchmarks/curve.json",
+    "rivals": "docs/benchmarks/rivals.json",
+    "goodput": "docs/benchmarks/goodput.json",
+}
 """The file of results of each planned benchmark, by its module."""
 
 

@@ -16,7 +16,7 @@ import yaml
 from benchmarks.verify import ablations, hub, learning, methods, speed
 from benchmarks.verify.claims import Claim, Source
 from benchmarks.verify.pages import ROOT
-from benchmarks.verify.results import README
+from benchmarks.verify.results import CRITICAL_PATH, MATRICES, README
 
 MODULES = (learning, ablations, methods, speed, hub)
 
@@ -62,6 +62,6 @@ def _kept() -> Mapping[str, Any]:
 
 
 def pages() -> list[str]:
-    """Returns the paths of all pages."""
+    """Returns the paths of all pages, with the decisions that quote files of results."""
     names = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-    return [README, *names]
+    return [README, *names, CRITICAL_PATH, MATRICES]

@@ -12,7 +12,9 @@ from benchmarks.verify.results import (
     BENCHMARKS,
     CHOOSING,
     COMPRESSION,
+    CRITICAL_PATH,
     INDEX,
+    MATRICES,
     PLANNER,
     README,
     headline,
@@ -32,13 +34,8 @@ def of_rivals() -> Iterator[Claim]:
             last = _end(name, sites)
             table[method.label] += [last["loss"], last["seconds"], last["bytes"] / 1e6]
     yield Table(BENCHMARKS, ["method", "loss, M=2"], table)
-    rates = {}
-    for name, method in rivals.METHODS.items():
-        if name not in rivals.SAME_RATE:
-            rates[method.label] = _rates_and_losses(rows, name)
-    yield Table(BENCHMARKS, ["method", "rates: losses"], rates)
-    alone = min(rates[rivals.METHODS["bare_name"].label][1::2])
-    yield Sentence(BENCHMARKS, "H=# for four sites, and reaches #: DDP's loss", [10, alone])
+    alone = min(_losses_by_rate(rows, "bare_name"))
+    yield Sentence(BENCHMARKS, "H=10 for four sites and matches DDP's loss (#)", [alone])
 
 
 def of_headline() -> Iterator[Claim]:
@@ -57,13 +54,13 @@ def of_headline() -> Iterator[Claim]:
     yield Sentence(README, settings, [numel, *link])
     yield Sentence(INDEX, "DDP's final loss in # s instead of # s", ends)
     yield Sentence(INDEX, settings, [numel, *link])
-    pattern = "two sites reach DDP's final loss in # s, and DDP needs # s"
+    pattern = "two sites reach DDP's final loss in # s, while DDP needs # s"
     yield Sentence(BENCHMARKS, pattern, ends)
     above = 100 * (_end("bare_name", 4)["loss"] / _end("ddp", 4)["loss"] - 1)
     seconds = [_end(method, 4)["seconds"] for method in ("bare_name", "ddp")]
-    pattern = "our loss is # % above DDP's, in # instead of # s"
+    pattern = "our final loss is # % above DDP's, but training takes # s instead of # s"
     yield Sentence(BENCHMARKS, pattern, [above, *seconds])
-    pattern = "The link has # Mbit/s and a round trip of # ms; the model has # parameters"
+    pattern = "The link carries # Mbit/s with a round trip of # ms, and the model has # parameters"
     yield Sentence(BENCHMARKS, pattern, [*link, numel])
     pattern = "finishes in # s instead of # s, but its final loss is # % above DDP's"
     yield Sentence(README, pattern, [*seconds, above])
@@ -71,17 +68,18 @@ def of_headline() -> Iterator[Claim]:
     for sites in SITES:
         sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
         probes.append((sent[0] - sent[1]) / 1e6)
-    yield Sentence(BENCHMARKS, "which sent # and # MB per rank", probes)
+    yield Sentence(BENCHMARKS, "at the start of the fit sent # and # MB per rank", probes)
     yield Sentence(README, "That measurement sent # MB per rank in the run at the top", probes[:1])
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
-def _rates_and_losses(rows: Any, method: str) -> list[float]:
-    numbers = []
+def _losses_by_rate(rows: Any, method: str) -> list[float]:
+    """Returns the losses with four sites and no slow link."""
+    losses = []
     for row in rows:
         if row["stage"] == "rates" and row["method"] == method and "points" in row:
-            numbers += [row["case"]["lr"], rivals.final(row)]
-    return numbers
+            losses.append(rivals.final(row))
+    return losses
 
 
 def _run(method: str, sites: int = 2) -> Any:
@@ -110,10 +108,12 @@ def of_slow_links() -> Iterator[Claim]:
     pattern = "# Mbit/s, the fastest alternative takes # times as long (# million parameters, sync_every=#, # ms)"
     yield Sentence(README, pattern, [30, more, *settings, round_trip])
     alone = slow_links.row_of(rows, "alone", 2, None)["seconds"]
-    yield Sentence(BENCHMARKS, "with 2 / 4 sites (# without any exchange)", [1000 * alone])
+    yield Sentence(BENCHMARKS, "Without any exchange, a step takes # ms", [1000 * alone])
     steps = {f"{rate:g}": _steps(rows, rate) for rate in slow_links.RATES if rate}
     yield Table(BENCHMARKS, ["Mbit/s", "ours", "best peer"], steps)
-    pattern = "Settings: # million parameters in four fragments, H=#, tau=#, # ms round trip"
+    pattern = (
+        "All runs use # million parameters in four fragments, H=#, tau=# and a # ms round trip"
+    )
     yield Sentence(BENCHMARKS, pattern, [*settings, case["overlap_steps"], round_trip])
     virtual = [1000 * case["step_seconds"]]
     yield Sentence(BENCHMARKS, "A simulated accelerator takes # ms", virtual)
@@ -134,7 +134,7 @@ def of_predictions() -> Iterator[Claim]:
     errors = [abs(row["predicted"] / row["utilisation"] - 1) for row in rows]
     errors += [abs(row["simulated"] / row["seconds"] - 1) for row in rows]
     most = [AtMost(100 * max(errors))]
-    yield Sentence(BENCHMARKS, "Planner and simulator are within # % of", most)
+    yield Sentence(BENCHMARKS, "The planner and the simulator are within # % of", most)
     yield Sentence(PLANNER, "utilisations are within # % of measurements", most)
     yield Sentence("docs/simulate.md", "within # % of measurements", most)
 
@@ -162,12 +162,12 @@ def of_wire_bytes() -> Iterator[Claim]:
     fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
     yield Sentence(README, "The fp4 scales increase this share to 1/#", [fp4])
     yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
-    pattern = 'PowerSGD with rank 2 sends 1/#, torchft sends 1/# (as does our fp32), and "sparse" sends 1/#'
+    pattern = 'PowerSGD with rank 2 sends 1/# of DDP\'s bytes, torchft and our fp32 send 1/#, and "sparse" sends 1/#'
     numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]
     yield Sentence(BENCHMARKS, pattern, numbers)
     assert round(fp32) == 20, "the page says: like torchft"
     over = [100 * (wire_bytes.shares(rows[name])["interface"] - 1) for name in wire_bytes.OURS]
-    pattern = "The network interface counts # % more for fp4, # % for fp32 and # % for the small"
+    pattern = "the network interface counts # % more bytes for fp4, # % more for fp32 and # % more for the small"
     yield Sentence(BENCHMARKS, pattern, over)
     assert all(wire_bytes.shares(rows[name])["report"] == 1 for name in wire_bytes.OURS)
 
@@ -181,10 +181,14 @@ def of_overhead() -> Iterator[Claim]:
         numbers += [100 * (ratios[f"{name}: wall ratio"] - 1)]
         numbers += [parameters(Size(**row["case"]["size"])) / 1e6]
     numbers += [100 * (ratios[f"{name}: cpu ratio"] - 1) for name in sizes]
-    pattern = "adds # % to a step with # million parameters and # % with # million, and it adds # and # % of"
+    pattern = "adds # % to the step time with # million parameters and # % with # million. It adds # % and # % of"
     yield Sentence(BENCHMARKS, pattern, numbers)
     steps = [1000 * row["plain_step_s"] for row in sizes.values()]
-    yield Sentence(BENCHMARKS, "steps take # and # ms", steps)
+    yield Sentence(
+        BENCHMARKS,
+        "A plain step takes # ms with the smaller model and # ms with the larger model",
+        steps,
+    )
 
 
 def of_memory() -> Iterator[Claim]:
@@ -192,8 +196,8 @@ def of_memory() -> Iterator[Claim]:
     rows = results("memory")["memory"]
     numel = max(row["parameters"] for row in rows) / 1e6
     memories = [_memory(name, "100M") for name in ("streaming", "torchft", "lightning_ddp")]
-    pattern = "# bytes per parameter at # million, compared with # with torchft and # with DDP"
-    yield Sentence(BENCHMARKS, pattern, [memories[0], numel, *memories[1:]])
+    pattern = "At # million parameters, a rank needs # bytes per parameter, compared with # with torchft and # with DDP"
+    yield Sentence(BENCHMARKS, pattern, [numel, *memories])
     for size in {row["size"] for row in rows}:
         is_less = _memory("streaming", size) < _memory("torchft", size)
         assert is_less, "the page says: less than torchft at every size"
@@ -210,7 +214,7 @@ def of_costs_of_flights() -> Iterator[Claim]:
         flights = [row for row in results("memory")["flights"] if row["parameters"] > 9e6]
         costs = [headline("memory")[f"{row['name']}: {part}, ns per value"] for row in flights]
         extremes += [min(costs), max(costs)]
-    pattern = "spends # to # ns per value at a launch and # to # at a landing; the background spends # to #"
+    pattern = "spends # to # ns per value on a launch and # to # ns on a landing. The background threads spend # to #"
     yield Sentence(BENCHMARKS, pattern, extremes)
 
 
@@ -225,15 +229,19 @@ def of_flights() -> Iterator[Claim]:
         return numbers[f"{sites}: kept"]
 
     paced = [f"{sites} sites, cubic, paced" for sites in (2, 4, 8)]
-    pattern = "Minus two round trips, a flight takes at most # times as long"
+    pattern = "Excluding two round trips, a flight takes at most # times as long"
     yield Sentence(BENCHMARKS, pattern, [AtMost(max(map(ratio, paced)))])
     least = [AtLeast(min(map(remaining, paced)))]
     yield Sentence(BENCHMARKS, "training keeps at least # of its speed", least)
     free = "8 sites, cubic, not paced"
-    pattern = "eight sites take # times as long, and training keeps #"
+    pattern = "eight sites take # times as long as the transfer, and training keeps #"
     yield Sentence(BENCHMARKS, pattern, [ratio(free), remaining(free)])
     with_bbr = [remaining(f"{sites} sites, bbr, paced") for sites in (4, 8)]
-    yield Sentence(BENCHMARKS, "With BBR, four sites keep # and eight keep #", with_bbr)
+    yield Sentence(
+        BENCHMARKS,
+        "With BBR, training keeps # of its speed with four sites and # with eight",
+        with_bbr,
+    )
     rows = {str(sites): f"{sites} sites, cubic" for sites in (2, 4, 8)}
     rows["4, round trip of 200 ms"] = "4 sites, round trip of 200 ms"
     rows["2, 1 Gbit/s, 40 MB"] = "2 sites, 1 Gbit/s"
@@ -299,9 +307,11 @@ def of_directions() -> Iterator[Claim]:
     yield Table(CHOOSING, ["parameters, windows a step", "all matrices of a round, ms"], rows)
     svd = [share for name, share in shares.items() if name.endswith("decomposition over ours")]
     muon = [1 / share for name, share in shares.items() if name.endswith("ours over Muon's")]
-    pattern = "torch's decomposition takes # to # of our time ... take # to # (matrices"
+    pattern = (
+        "torch's decomposition takes # to # times as long as ours ... take # to # times as long"
+    )
     numbers = [min(svd), max(svd), min(muon), max(muon)]
-    yield Sentence(CHOOSING, pattern, numbers)
+    yield Sentence(MATRICES, pattern, numbers)
 
 
 def of_directions_on_gpu() -> Iterator[Claim]:
@@ -344,9 +354,7 @@ def of_gpu() -> Iterator[Claim]:
     yield Sentence(BENCHMARKS, pattern, [min(ratios), max(ratios)])
     shared = "125M, two groups on one device, "
     both = [numbers[f"{shared}{way}: step over plain"] for way in ("streaming", "DDP")]
-    pattern = (
-        "a step takes # times as long as for two unconnected Trainers; with DDP, it takes # times"
-    )
+    pattern = "a step takes # times as long as with two unconnected Trainers. With DDP, a step takes # times"
     yield Sentence(BENCHMARKS, pattern, both)
 
 
@@ -364,8 +372,8 @@ def of_checks_on_gpu() -> Iterator[Claim]:
     assert all(task["status"] == "done" for task in checks), "the page says: all"
     yield Sentence(BENCHMARKS, "All # checks passed on one NVIDIA H200", [len(checks)])
     numbers = headline("gpu")
-    yield Table(BENCHMARKS, ["pass"], _rows_of_passes(numbers))
-    yield Sentence(BENCHMARKS, "share of a copy's # TB/s", [numbers["copy, GB/s"] / 1000])
+    yield Table(CRITICAL_PATH, ["pass"], _rows_of_passes(numbers))
+    yield Sentence(CRITICAL_PATH, "share of a copy's # TB/s", [numbers["copy, GB/s"] / 1000])
 
 
 def _rows_of_passes(numbers: Any) -> dict[str, list[float]]:

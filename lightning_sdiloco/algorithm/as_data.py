@@ -1,8 +1,8 @@
-"""Settings as data: how a checkpoint stores them, and how older checkpoints are read.
+"""Settings as data that checkpoints store, including the format of older checkpoints.
 
-Numbers, strings and None are stored unchanged; lists and maps contain data. A policy or a
+Numbers, strings and None are stored unchanged. Lists and maps contain data. A policy or a
 compression is stored as ``{"kind": name, "fields": {...}}`` without the fields that have their
-default, so a checkpoint still describes it after a field with a default is added.
+default values. Therefore, a checkpoint remains valid after a field with a default is added.
 """
 
 import ast
@@ -21,7 +21,7 @@ Fields = dict[str, Data]
 
 
 class SavedObject(TypedDict):
-    """A policy or a compression as a checkpoint stores it."""
+    """A policy or a compression, in the form stored in a checkpoint."""
 
     kind: str
     fields: Fields
@@ -55,7 +55,7 @@ def as_data(value: object) -> Data:
 
 
 def describes(data: object, value: object) -> bool:
-    """Returns whether data describes a setting; missing fields have their defaults.
+    """Returns whether data describes a setting. Missing fields have their default values.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.schedule import Selective
@@ -81,7 +81,7 @@ def describes(data: object, value: object) -> bool:
 
 
 def as_text(data: object) -> str:
-    """Returns data as a user would write it in Python.
+    """Formats data as the Python code that a user would write.
 
     Examples:
         >>> as_text({"kind": "Selective", "fields": {"threshold": 0.4}})
@@ -96,7 +96,7 @@ def as_text(data: object) -> str:
 
 
 def read_text(text: str) -> Data:
-    """Parses the ``repr`` of a setting, as older checkpoints contain it, into data.
+    """Parses the ``repr`` of a setting, which older checkpoints contain, into data.
 
     Examples:
         >>> read_text("Selective(threshold=0.3, most=4)")
@@ -134,7 +134,7 @@ def _has_fields(value: object) -> bool:
 
 
 def _fields_of(value: object) -> Iterator[tuple[str, object, object]]:
-    """Yields the name, the value and the default of each field that a ``repr`` shows."""
+    """Yields the name, value and default of each field that is part of the ``repr``."""
     if not is_dataclass(value):
         for name, part in vars(value).items():
             yield name, part, MISSING

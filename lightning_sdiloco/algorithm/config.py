@@ -1,7 +1,6 @@
-"""The settings of a run: the arguments that the strategies and the engine share, checked in one
-place.
+"""The settings that strategies and the engine share, and their validation.
 
-``outer_lr``, ``outer_momentum`` and ``mixing`` may be ``"auto"``; see `recommended`.
+``outer_lr``, ``outer_momentum`` and ``mixing`` can be ``"auto"``; see `recommended`.
 """
 
 import inspect
@@ -36,39 +35,39 @@ UNTRAINED_KINDS = ("mean", "first", "own")
 """The ways to handle state that no optimizer trains; see docs/untrained-state.md."""
 
 AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
-"""A suitable example for messages: with torch's default rate for SGD, 1e-3, the outer step would
-train almost nothing."""
+"""An example for messages. With 1e-3, torch's default rate for SGD, the outer step would hardly
+train anything."""
 
 AUTO: Literal["auto"] = "auto"
 """Marks a setting that is chosen here or by the planner."""
 
 DEFAULT_OVERLAP_STEPS = 5
-"""The largest value that the paper recommends."""
+"""The largest overlap that the paper recommends."""
 
 DEFAULT_SYNC_EVERY = 100
-"""The paper's choice. It suits long fits, and is the default if the length is unknown."""
+"""The paper's choice, which suits long fits. This is the default for fits of unknown length."""
 
 ENOUGH_ROUNDS = 10
-"""A fit with fewer rounds gets a warning."""
+"""The number of rounds below which a warning is logged."""
 
 OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
-"""The values worth trying. The paper found almost no loss up to the last one, and little gain
-beyond five."""
+"""Values of ``overlap_steps`` that are worth trying. The paper found almost no loss up to 10 and
+little gain beyond 5."""
 
 SPARSE = 1 / 16
-"""The largest share of the values that a sparse compression sends per launch."""
+"""The largest share of values that a sparse compression sends per launch."""
 
 SPARSE_GAINS = (1.0, 3.2)
 """The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, measured with
 1/64 of the values."""
 
 SENDERS_GAINS = (0.4, 2.0)
-"""The same range for a mean over the senders of a value: from the rates in SparseLoCo's code to
-twice the larger one."""
+"""The corresponding range for a mean over the senders of a value. The range extends from the
+smaller rate in SparseLoCo's code to twice the larger rate."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
-    """Returns how many inner steps a fragment is in flight: short rounds reduce the default.
+    """Returns the number of inner steps of a flight. Short rounds reduce the default.
 
     Examples:
         >>> overlap_for(100, None), overlap_for(4, None), overlap_for(1, None), overlap_for(4, 2)
@@ -77,33 +76,32 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
     if overlap_steps is not None:
         return overlap_steps
     if not isinstance(sync_every, Integral):
-        # `Settings` refuses it and says why.
+        # `Settings` refuses this value and gives the reason.
         return DEFAULT_OVERLAP_STEPS
     return min(DEFAULT_OVERLAP_STEPS, sync_every - 1)
 
 
 def overlap_in_round(sync_every: int) -> int:
-    """Returns how many inner steps a fragment is in flight in rounds of a chosen length."""
+    """Returns the number of inner steps of a flight if the strategy chooses the round length."""
     return min(DEFAULT_OVERLAP_STEPS, sync_every // 4)
 
 
 def round_lengths(
     steps: float, short_round: int = 10, overlap_steps: int | None = None, least: int = 1
 ) -> list[int]:
-    """Returns the values of ``sync_every`` that suit a fit of this length, the best first; which of
-    them hide the exchange depends on the link.
+    """Returns suitable values of ``sync_every`` for a fit of this length, starting with the best.
 
-    The best one gives 350 rounds, provided that a flight takes at most a quarter of a round. There
-    are at least ten rounds, unless a flight would take more than half of each. The number of groups
-    does not matter: at equal tokens, more groups take fewer steps. See docs/choosing.md for the
-    measurements.
+    Which of these values hide the exchange depends on the link. The best value gives 350 rounds,
+    provided that a flight takes at most a quarter of a round. There are at least ten rounds, unless
+    a flight would take more than half of a round. The number of groups does not matter, because
+    more groups take fewer steps at equal tokens. See docs/choosing.md for measurements.
 
     Args:
         steps: The inner steps of the fit; infinite if unknown.
-        short_round: The fewest inner steps of a round in a fit that is long enough.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. None derives them
-            from the length of a round.
-        least: A lower bound.
+        short_round: The minimum number of inner steps of a round if the fit is long enough.
+        overlap_steps: The number of inner steps from launch to landing. If None, it is derived from
+            the length of a round.
+        least: A lower bound for the results.
 
     Examples:
         >>> round_lengths(1786), round_lengths(7146), round_lengths(14_000), round_lengths(math.inf)
@@ -117,7 +115,7 @@ def round_lengths(
     if overlap_steps is None:
         overlap_steps = overlap_in_round(short_round)
     shortest = max(least, min(DEFAULT_SYNC_EVERY, max(_SHORTEST_ROUND, 2 * overlap_steps)))
-    # The last fragment launches up to a round later than the first.
+    # The last fragment launches up to one round later than the first fragment.
     with_enough = int(steps - longest_flight) // (ENOUGH_ROUNDS + 1)
     longest = max(shortest, min(DEFAULT_SYNC_EVERY, with_enough))
     wanted = max(short_round, 4 * overlap_steps, int(steps) // _ROUNDS)
@@ -141,22 +139,22 @@ def recommended(
     least: float = math.inf,
     direction: str | Direction = EQUALISED,
 ) -> OuterStep:
-    """Returns the numbers that suit a compression and a direction; docs/choosing.md has
-    measurements.
+    """Returns suitable values for a compression and a direction; see docs/choosing.md.
 
-    One choice serves any number of groups: with two, four and eight groups, no other value that was
-    tried was clearly better. A momentum of 0.9 overshoots if there are few rounds to average that
-    out, or if a round has few inner steps, so that all movement of a group is progress. `least` is
-    the smaller of these two numbers.
+    The same values suit any number of groups. With two, four and eight groups, no other value that
+    we tried was clearly better. A momentum of 0.9 overshoots if there are too few rounds to average
+    this out, or if a round has so few inner steps that all movement of a group is progress. `least`
+    is the smaller of the number of rounds and the number of inner steps in a round.
 
-    If each group chooses the few values that it sends (sparse) and error feedback keeps the others,
-    this already acts as momentum, so there is no other momentum. The mean divides a value that one
-    group sent by the number of all groups, and progress that groups have in common arrives a little
-    at a time, once from each. A mean over only the senders keeps a value whole, which needs a
-    smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code takes this mean.
+    With a sparse compression, each group sends only a few values, and error feedback keeps the
+    remaining values. The error feedback already acts as momentum, so the outer momentum is 0. The
+    mean divides the value of a single sender by the number of all groups, so progress that the
+    groups have in common arrives in small parts, one from each group. A mean over the senders does
+    not divide this value by the number of groups and therefore needs a smaller rate. The rate is
+    taken from the code of SparseLoCo (arXiv 2508.15706), which uses this mean.
 
-    With equal singular values, the norm is smaller than that of the outer gradient, and there is no
-    direction in which a large rate would overshoot.
+    With equal singular values, the norm is smaller than the norm of the outer gradient, and a large
+    rate does not overshoot in any direction.
 
     Examples:
         >>> recommended()
@@ -175,25 +173,24 @@ def recommended(
 
 
 def momentum_for(least: float) -> float:
-    """Returns the largest outer momentum for this number of inner steps in a round, or of rounds;
-    see `recommended`.
+    """Returns the largest outer momentum for this number of rounds, or of inner steps in a round.
 
     Examples:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
         [0.5, 0.62, 0.81, 0.98]
     """
-    # With 0.5, the first outer step moves as far as the groups did: 0.7 * (1 + 0.5) is about 1.
+    # With a momentum of 0.5, the first outer step moves as far as the groups did, because 0.7 * (1
+    # + 0.5) is about 1.
     return round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
 
 
 def dense_for(
     num_groups: int, steps: float, settings: "Settings", sync_every: int = 4
 ) -> DenseBeginning | None:
-    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None
-    for none.
+    """Returns a suitable dense beginning with rounds of ``sync_every`` inner steps, or None.
 
-    It takes a fifth of the inner steps if there are eight or more groups; fewer do as well without
-    it. See docs/choosing.md.
+    A dense beginning takes a fifth of the inner steps if there are eight or more groups. Fewer
+    groups do not benefit from a dense beginning. See docs/choosing.md.
 
     Examples:
         >>> dense_for(8, 4000, Settings()), dense_for(64, 4000, Settings(), 8).rounds
@@ -214,33 +211,33 @@ def dense_for(
     return DenseBeginning(rounds, sync_every)
 
 
-# A run that is resumed with other values of these settings continues exactly as before.
+# A run resumes exactly even if these settings change.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
-# The number of rounds beyond which more help a fit little, and the shortest round.
+# The number of rounds beyond which additional rounds help little, and the shortest round.
 _ROUNDS = 350
 _SHORTEST_ROUND = 10
 
-# The fewest groups for which a dense beginning is chosen, its share of the inner steps, and its
-# fewest rounds.
+# The minimum number of groups for a dense beginning, its share of the inner steps, and its minimum
+# number of rounds.
 _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
-# The values of settings before they could be chosen, except for those that were None.
+# The values of settings that an older checkpoint lacks, except for None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
-# Settings that only development versions had. They do not affect a resume: engine state that was
-# saved during a warm-up is refused.
+# Settings of development versions. They do not affect resuming, because engine state that was saved
+# during a warm-up is refused.
 _REMOVED = frozenset({"warmup_steps"})
 
-# The settings of the Nesterov SGD that a user's own optimizer replaces.
+# The settings of the built-in Nesterov SGD, which the user's own optimizer replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
-# The number of values for which payload sizes are compared.
+# The number of values used to compare payload sizes.
 _MANY = 1 << 12
 
-# Settings that do not work with a route on which each group has its own outer parameters, and why.
+# Settings that do not work if each group has its own outer parameters, with the reasons.
 _NOT_WITH_GOSSIP = {
     "dense_beginning": "it needs rounds in which all groups exchange with all others",
     "schedule": "it needs reports from all groups, but here only partners exchange them",
@@ -262,7 +259,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def names_checked(init: Init) -> Init:
-    """Makes a constructor suggest a correction for an argument that it does not have."""
+    """Makes a constructor suggest corrections for unknown arguments."""
     names = [*inspect.signature(init).parameters][1:]
 
     @wraps(init)
@@ -275,28 +272,26 @@ def names_checked(init: Init) -> Init:
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """The outer step: its optimizer, the treatment of outer gradients before it, and the storage of
-    its state.
+    """The outer step: the optimizer, the preparation of outer gradients, and the storage of state.
 
     Args:
-        make: A callable that makes an elementwise torch optimizer from the flat float32 shards, one
-            per fragment. None means Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
-        lr_schedule: A callable that makes a torch scheduler from the optimizer. The scheduler
+        make: A callable that creates an elementwise torch optimizer from the flat float32 shards,
+            one per fragment. None selects Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: A callable that creates a torch scheduler from the optimizer. The scheduler
             counts the rounds (outer steps) of each fragment. None keeps the rate constant.
-        clip_norm: The norm to which longer outer gradients of a group are scaled down. None
-            disables clipping.
+        clip_norm: The norm to which longer outer gradients are scaled down. None disables clipping.
         outlier_guard: A group is left out of the mean if its outer gradient is more than this many
-            times as long as usual, judged by its own last norms and the growth of the others', or
-            by the others' norms. ``"auto"`` means 5. None leaves out no group.
+            times as long as usual. The usual length is derived from the group's previous norms and
+            from the norms of the other groups. ``"auto"`` means 5. None disables the guard.
         offload: True keeps outer parameters and outer momentum in page-locked host memory.
-            ``"auto"`` does so on CUDA devices.
-        direction: How the mean outer gradient is mapped before the optimizer steps.
+            ``"auto"`` means True on CUDA devices.
+        direction: The map that is applied to the mean outer gradient before the optimizer steps.
             ``"elementwise"`` leaves it unchanged. ``"equalised"`` replaces the singular values of
-            every matrix by their mean; see `equalised`. A `Direction` is a map of your own.
-            ``"auto"`` chooses; see docs/choosing.md.
-        matrices: A map from patterns of names to the number of matrices into which a parameter is
-            split along its first dimension. 3 suits fused projections of queries, keys and values;
-            0 treats all values separately. None follows `stack_of`.
+            every matrix with their mean; see `equalised`. You can also pass your own `Direction`.
+            ``"auto"`` is described in docs/choosing.md.
+        matrices: A map from name patterns to the number of matrices into which a parameter is split
+            along its first dimension. Use 3 for fused projections of queries, keys and values, and
+            0 to treat all values separately. None uses `stack_of`.
 
     Raises:
         ValueError: If an argument is out of range. The message names the argument.
@@ -322,7 +317,7 @@ class OuterOptimizer:
             self,
             "lr_schedule",
             self.lr_schedule is None or callable(self.lr_schedule),
-            "it must be a callable from an optimizer to a torch scheduler, or None",
+            "it must be a callable that creates a torch scheduler from an optimizer, or None",
             "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
             Callable,
         )
@@ -341,7 +336,7 @@ class OuterOptimizer:
             "outlier_guard",
             guard in (None, AUTO) or (is_number(guard) and guard > 1),
             "it must be a number above 1, 'auto' or None",
-            "5.0 leaves out gradients five times as long as usual",
+            "5.0 leaves out outer gradients that are five times as long as usual",
         )
         _require(
             self,
@@ -354,8 +349,8 @@ class OuterOptimizer:
             self,
             "direction",
             callable(self.direction) or self.direction in (AUTO, EQUALISED, ELEMENTWISE),
-            "it must be 'equalised', 'elementwise', 'auto', or a callable from a name and matrices"
-            " to such matrices",
+            "it must be 'equalised', 'elementwise', 'auto', or a callable that maps a name and"
+            " matrices to matrices of the same shape",
             kind=str | Callable,
         )
         self._check_matrices()
@@ -363,16 +358,16 @@ class OuterOptimizer:
     def _check_make(self) -> None:
         if isinstance(self.make, type) and issubclass(self.make, OuterOptimizer):
             raise ValueError(
-                "outer_optimizer is the class OuterOptimizer itself. Give an instance, such as"
+                "outer_optimizer is the class OuterOptimizer itself. Pass an instance, such as"
                 f" OuterOptimizer(clip_norm=1.0), or a callable such as {AN_OUTER_OPTIMIZER}."
             )
         if self.make is None or callable(self.make):
             return
         fault = "already an optimizer" if isinstance(self.make, Optimizer) else "not callable"
         raise ValueError(
-            f"outer_optimizer of type {type(self.make).__name__} is {fault}: it must be a callable"
-            " from the flat float32 shards, which are known only when a fit starts, to a torch"
-            f" optimizer, or an OuterOptimizer. Choose one such as {AN_OUTER_OPTIMIZER}."
+            f"outer_optimizer of type {type(self.make).__name__} is {fault}. It must be an"
+            " OuterOptimizer, or a callable that creates a torch optimizer from the flat float32"
+            f" shards, which exist only when a fit starts. Choose a callable such as {AN_OUTER_OPTIMIZER}."
         )
 
     def _check_matrices(self) -> None:
@@ -383,34 +378,33 @@ class OuterOptimizer:
             return is_whole(parts) and parts >= 0
 
         rule = (
-            "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight':"
-            " 3}"
+            "it must map name patterns to whole numbers of at least 0, such as {'*.qkv.weight': 3}"
         )
         _require_map(self, "matrices", is_count, rule)
         if self.direction == ELEMENTWISE:
             raise ValueError(
-                "matrices was given together with direction='elementwise', which uses none. Leave"
-                " one of them out."
+                "matrices was given together with direction='elementwise', which does not use"
+                " matrices. Leave out one of them."
             )
 
     @property
     def map(self) -> Direction | None:
-        """The map of matrices before the optimizer; None if values are treated separately, or if it
-        is still ``"auto"``.
+        """The map of matrices before the optimizer. None if values are treated separately, or if
+        the direction is still ``"auto"``.
         """
         return direction_for(self.direction)
 
     @property
     def guard(self) -> float | None:
-        """How many times the usual length is too long; see `outlying`. None leaves out no group."""
+        """The factor by which a length may exceed the usual length; see `outlying`. None disables
+        the guard.
+        """
         if isinstance(self.outlier_guard, str):
             return GUARD
         return self.outlier_guard
 
     def described(self) -> dict[str, object]:
-        """Returns the choices by name of setting; results of callables are compared once the shards
-        are known.
-        """
+        """Returns the choices by setting name. The results of callables are compared later."""
         return {
             "outer_optimizer": _name(self.make),
             "outer_optimizer.lr_schedule": _name(self.lr_schedule),
@@ -426,7 +420,7 @@ OuterOptimizer.__init__ = names_checked(OuterOptimizer.__init__)  # type: ignore
 
 
 def _name(choice: Callable[..., object] | str | None) -> str | None:
-    """Returns a choice, or the name of a callable, whose repr may contain an address."""
+    """Returns a choice, or the name of a callable, because its repr may contain an address."""
     if callable(choice):
         return str(getattr(choice, "__qualname__", type(choice).__name__))
     return choice
@@ -434,8 +428,8 @@ def _name(choice: Callable[..., object] | str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run, described in `StreamingDiLoCo`; refuses values that are out of range,
-    by name.
+    """The settings of a run, described in `StreamingDiLoCo`. Values that are out of range are
+    refused.
     """
 
     sync_every: int = DEFAULT_SYNC_EVERY
@@ -482,7 +476,7 @@ class Settings:
             "overlap_steps",
             is_whole(overlap) and 0 <= overlap < every,
             f"it must be at least 0 and below sync_every, which is {every}",
-            f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}",
+            f"the paper found almost no loss with up to {OVERLAP_STEPS[-1]}",
             int,
         )
         lr = self.outer_lr
@@ -519,7 +513,7 @@ class Settings:
             self,
             "timeout",
             isinstance(timeout, timedelta) and timeout >= _SHORTEST_TIMEOUT,
-            "it must be a timedelta of a tenth of a second at least",
+            "it must be a timedelta of at least a tenth of a second",
             advice,
             timedelta,
         )
@@ -529,9 +523,9 @@ class Settings:
         if self.outer.make is not None and chosen:
             values = " and ".join(f"{name}={getattr(self, name)}" for name in chosen)
             raise ValueError(
-                f"outer_optimizer was given together with {values}. They configure the built-in"
-                f" Nesterov SGD, which outer_optimizer replaces. Leave out {' and '.join(chosen)},"
-                " and set the values in outer_optimizer."
+                f"outer_optimizer was given together with {values}. These arguments configure the"
+                " built-in Nesterov SGD, which outer_optimizer replaces. Leave out"
+                f" {' and '.join(chosen)}, and set the values in outer_optimizer."
             )
 
     def _check_policies(self) -> None:
@@ -539,12 +533,13 @@ class Settings:
             policy = getattr(self, name)
             if name != "mixing" and not (policy is None or isinstance(policy, kind)):
                 raise ValueError(
-                    f"{name}={policy!r} is not a {kind.__name__}. Give one, or leave {name} out."
+                    f"{name}={policy!r} is not a {kind.__name__}. Pass a {kind.__name__}, or leave out"
+                    f" {name}."
                 )
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is not a dataclass, so ranks cannot check that all have"
-                    f" the same one. Make {type(policy).__name__} a frozen dataclass."
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot check that they all use"
+                    f" the same object. Make {type(policy).__name__} a frozen dataclass."
                 )
         self._check_weighing()
 
@@ -559,8 +554,8 @@ class Settings:
         if both:
             raise ValueError(
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of"
-                " outer_optimizer, which also say how much a group counts. Leave out"
-                f" {' and '.join(both)}, or weighing."
+                " outer_optimizer, which also determine how much a group counts. Leave out"
+                f" {' and '.join(both)}, or leave out weighing."
             )
 
     def _check_dense_beginning(self) -> None:
@@ -569,47 +564,46 @@ class Settings:
             return
         if not isinstance(dense, DenseBeginning):
             raise ValueError(
-                f"dense_beginning={dense!r} is not a DenseBeginning. Give one, such as"
-                " lightning_sdiloco.DenseBeginning(rounds=50), or None for none."
+                f"dense_beginning={dense!r} is not a DenseBeginning. Pass an instance, such as"
+                " lightning_sdiloco.DenseBeginning(rounds=50), or None to disable the dense"
+                " beginning."
             )
         if 2 * dense.sync_every > self.sync_every:
             raise ValueError(
-                f"dense_beginning={dense!r} does not work with sync_every={self.sync_every}: its"
-                " own sync_every must be at most half as large. Choose a smaller one, or leave out"
-                " dense_beginning."
+                f"dense_beginning={dense!r} does not work with sync_every={self.sync_every},"
+                " because the sync_every of the dense beginning must be at most half as large."
+                " Choose a smaller value, or leave out dense_beginning."
             )
         if self.schedule is not None:
             raise ValueError(
-                f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which"
-                " itself decides when fragments launch. Leave out one of them."
+                f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, because"
+                " both decide when fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
         if self.untrained is None:
             return
-        rule = (
-            "it must map patterns of names to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
-        )
+        rule = "it must map name patterns to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
         _require_map(self, "untrained", UNTRAINED_KINDS.__contains__, rule)
 
     def _check_gossip(self) -> None:
-        """Refuses settings that do not work with separate outer parameters in every group."""
+        """Refuses settings that do not work if every group has its own outer parameters."""
         for name, why in _NOT_WITH_GOSSIP.items():
             value = self._value_of(name)
             if value not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
                     f"{name}={value!r} does not work with route={self.route!r}, on which each group"
-                    f" has its own outer parameters: {why}. Leave {name} out, or route."
+                    f" has its own outer parameters: {why}. Leave out {name} or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
-                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg each"
-                " group sends its partners whole fragments, once. Leave exchange out."
+                f"exchange={self.exchange!r} does not work with route={self.route!r}, because each"
+                " group sends whole fragments to the partners in its leg. Leave out exchange."
             )
         check_compression(self.compression)
 
     def _value_of(self, name: str) -> object:
-        """Returns the value of a setting, which may be one of `OuterOptimizer`."""
+        """Returns the value of a setting of this class or of `OuterOptimizer`."""
         if hasattr(self, name):
             return getattr(self, name)
         return getattr(self.outer, name)
@@ -634,14 +628,16 @@ class Settings:
 
     @property
     def landing(self) -> LandingRule:
-        """How a group takes the outer parameters; an error while ``mixing`` is ``"auto"``."""
+        """The rule for applying outer parameters. Raises an error while ``mixing`` is
+        ``"auto"``.
+        """
         if isinstance(self.mixing, LandingRule):
             return self.mixing
         return Mix(float(self.mixing))
 
     @staticmethod
     def among(arguments: Mapping[str, object]) -> "Settings":
-        """Makes the settings from the arguments that have their names."""
+        """Creates settings from the arguments whose names match."""
         names = [field.name for field in fields(Settings)]
         chosen: Fields = {name: arguments[name] for name in names if name in arguments}
         sync_every = chosen.get("sync_every", Settings.sync_every)
@@ -654,20 +650,20 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The largest momentum of the built-in Nesterov SGD in dense rounds; None if not
-        limited.
+        """The largest momentum of the built-in Nesterov SGD in dense rounds, or None if
+        unlimited.
         """
         if self.dense_beginning is None or self.outer.make is not None:
             return None
         return momentum_for(self.dense_beginning.sync_every)
 
     def schedule_of(self, fragments: int) -> Schedule:
-        """Returns the schedule for a number of fragments if no other schedule was given."""
+        """Returns the schedule for a number of fragments, ignoring any custom schedule."""
         return Schedule(self.sync_every, self.overlap_steps, fragments, self.dense_beginning)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numbers of the outer step and the landing that are already chosen, named as in
+        """The values of the outer step and the landing that are already chosen, named as in
         `OuterStep`.
         """
         chosen = dict[str, float]()
@@ -679,7 +675,7 @@ class Settings:
 
     @property
     def numbers_and_policies(self) -> dict[str, float | str]:
-        """The same as `numbers`, plus the policies as text."""
+        """The values of `numbers`, plus the policies as text."""
         chosen: dict[str, float | str] = {**self.numbers}
         for name in ("mixing", "schedule", "weighing", "route"):
             policy = getattr(self, name)
@@ -688,21 +684,19 @@ class Settings:
         return chosen
 
     def directed(self, may_direct: bool = True) -> "Settings":
-        """Returns the settings with a direction that suits them in place of ``"auto"``.
+        """Returns the settings with a suitable direction in place of ``"auto"``.
 
         Args:
-            may_direct: False if the matrices of the model must not be mapped before outer steps.
+            may_direct: False if the model's matrices must not be mapped before outer steps.
         """
-        # The directions of a few values in different places mean nothing.
+        # A few values in different places do not define the directions of a matrix.
         sends_all = not self.codec.traits.varies and self.codec.wire_bytes(_MANY) >= _MANY // 8
         if may_direct and self.outer.make is None and sends_all and self.shares:
             return self._directed(EQUALISED)
         return self._directed(ELEMENTWISE)
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings for a number of groups and rounds, with the numbers of
-        `recommended` in place of ``"auto"``.
-        """
+        """Returns the settings with the values of `recommended` in place of ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             return self._chosen_for_momentum()
         least = math.inf
@@ -725,8 +719,8 @@ class Settings:
             if value not in (AUTO, only_value):
                 raise ValueError(
                     f"{name}={value!r} does not work with route={self.route!r}, whose momentum"
-                    f" replaces the outer step: outer_lr is 1 and outer_momentum 0. Leave {name}"
-                    " out."
+                    " replaces the outer step, so outer_lr is 1 and outer_momentum is 0. Leave out"
+                    f" {name}."
                 )
         chosen = replace(self, outer_lr=1.0, outer_momentum=0.0)
         if self.mixing == AUTO:
@@ -740,12 +734,12 @@ class Settings:
         return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
     def taken_from(self, saved: Mapping[str, object]) -> "Settings":
-        """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
+        """Returns the settings with the values of a checkpoint in place of ``"auto"``."""
         settings_before = read_settings(saved)
         numbers = Fields()
         for name in self._left_open:
             value = settings_before.get(name, AUTO)
-            # A landing rule is not taken: the later comparison shows whether it differs.
+            # A landing rule is not loaded, because a later comparison shows whether it differs.
             if is_real(value):
                 numbers[name] = value
         settings = replace(self, **numbers)
@@ -758,7 +752,7 @@ class Settings:
     def _left_open(self) -> list[str]:
         is_open = [name for name in OuterStep._fields if getattr(self, name) == AUTO]
         if self.outer.make is not None:
-            # It replaces the Nesterov SGD that these configure.
+            # The user's optimizer replaces the Nesterov SGD that these settings configure.
             return [name for name in is_open if name not in _OF_SGD]
         return is_open
 
@@ -767,8 +761,8 @@ class Settings:
         return self.codec.traits.remembers and self.codec.traits.share <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
-        """Returns better numbers than those chosen if these are known not to suit a sparse
-        compression; otherwise nothing.
+        """Returns better values if the chosen values do not suit a sparse compression, or an empty
+        dict.
         """
         if not self._is_sparse or self.outer.make is not None:
             return {}
@@ -781,13 +775,13 @@ class Settings:
 
     @property
     def gains_for_sparse(self) -> tuple[float, float]:
-        """The least and the most ``outer_lr / (1 - outer_momentum)`` for a sparse compression."""
+        """The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression."""
         if self.codec.traits.counts_senders:
             return SENDERS_GAINS
         return SPARSE_GAINS
 
     def saved(self, is_open: Collection[str] = ()) -> dict[str, object]:
-        """Returns, as data, the settings that must be the same to resume a checkpoint exactly.
+        """Returns the settings that must be unchanged to resume a checkpoint exactly, as data.
 
         Args:
             is_open: The settings that are still to be chosen.
@@ -795,10 +789,10 @@ class Settings:
         return {name: as_data(value) for name, value in self._fixed(is_open).items()}
 
     def differences(self, saved: Mapping[str, object], is_open: Collection[str] = ()) -> list[str]:
-        """Returns a sentence for each setting in which a checkpoint differs from these.
+        """Returns a sentence for each setting that differs from a checkpoint.
 
         Args:
-            saved: The settings of the checkpoint, as `saved` returned them.
+            saved: The settings of the checkpoint, as returned by `saved`.
             is_open: The settings that are still to be chosen.
         """
         saved = read_settings(saved)
@@ -814,8 +808,8 @@ class Settings:
         return sentences
 
     def described(self) -> dict[str, str]:
-        """Returns every setting as text that is the same on all ranks if and only if the setting
-        is.
+        """Returns every setting as text. Texts are equal on all ranks exactly if the settings are
+        equal.
         """
         texts = dict[str, str]()
         for name, value in self._values().items():
@@ -823,13 +817,13 @@ class Settings:
         return texts
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
-        """Returns, as text, the settings that `saved` returns as data."""
+        """Returns the same settings as `saved`, but as text."""
         fixed = self._fixed()
         return {name: text for name, text in self.described().items() if name in fixed}
 
     @property
     def weighing_text(self) -> str:
-        """The weighing as text, which does not change when a field with a default is added."""
+        """The weighing as text that does not change when a field with a default is added."""
         return as_text(as_data(self.weighing))
 
     def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
@@ -840,8 +834,8 @@ class Settings:
         return {**fixed, **dict.fromkeys(is_open, AUTO)}
 
     def _values(self) -> dict[str, object]:
-        """Returns every setting by name, with those of the outer optimizer and the backend listed
-        separately.
+        """Returns every setting by name, with separate entries for the outer optimizer and the
+        backend.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
@@ -849,7 +843,7 @@ class Settings:
 
 
 def read_settings(saved: Mapping[str, object]) -> Fields:
-    """Returns the settings of a checkpoint as data; older checkpoints contain them as text."""
+    """Returns the settings of a checkpoint as data. Older checkpoints contain text."""
     texts = {name: text for name, text in saved.items() if isinstance(text, str)}
     if len(texts) < len(saved):
         return dict(saved)
@@ -857,12 +851,12 @@ def read_settings(saved: Mapping[str, object]) -> Fields:
 
 
 def _saved_as(name: str, saved: Mapping[str, object]) -> Data:
-    """Returns a setting of a checkpoint, which may be older than the setting."""
+    """Returns a setting of a checkpoint, which may have been saved before the setting existed."""
     return saved.get(name, _FORMERLY.get(name))
 
 
 def _is_plain(name: str) -> bool:
-    """Returns whether the text of a setting is shown without quotes."""
+    """Returns whether a setting is shown without quotes."""
     return name == "exchange.backend" or name.startswith("outer_optimizer")
 
 
@@ -875,22 +869,21 @@ def _shown(name: str, data: object) -> str:
 # The names of arguments
 
 _TOGETHER = (
-    "does not work with worker groups that are launched together: every launch waits for all of"
-    " them, since a collective needs all of them. Launch each group as a site of a"
-    " federation, which closes rounds without sites that are late:"
-    " federation=Federation({name}=..., ...)"
+    "does not work with worker groups that are launched together, because every exchange is a"
+    " collective that waits for all groups. Launch each group as a site of a federation, which"
+    " closes rounds without late sites: federation=Federation({name}=..., ...)"
 )
 _INSTEAD = {
     "layers_per_fragment": (
         "fragments",
-        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a"
+        "is part of fragments: pass fragments='strided:{value}' or 'sequential:{value}', or a"
         " number of balanced fragments",
     ),
     **dict.fromkeys(
         ("lr_schedule", "clip_norm", "outlier_guard", "offload"),
         (
             "outer_optimizer",
-            "belongs to outer_optimizer: give OuterOptimizer({name}={value})",
+            "belongs to outer_optimizer: pass OuterOptimizer({name}={value})",
         ),
     ),
     **dict.fromkeys(("quorum", "grace"), ("federation", _TOGETHER)),
@@ -898,21 +891,21 @@ _INSTEAD = {
         ("quantize", "should_quantize"),
         (
             "compression",
-            "is compression here: 'fp4' is the default, and 'fp32' quantizes nothing",
+            "is called compression here: 'fp4' is the default, and 'fp32' disables quantization",
         ),
     ),
     **dict.fromkeys(
         ("warmup_steps", "warmup"),
         (
             "dense_beginning",
-            "is dense_beginning here: DenseBeginning(rounds) exchanges more often in its first"
-            " rounds. Eight or more groups have one by default",
+            "is called dense_beginning here: with DenseBeginning(rounds), groups exchange more often"
+            " in the first rounds. This is the default for eight or more groups",
         ),
     ),
 }
-"""For misplaced arguments: the one to use, and the correction."""
+"""The correct argument and the advice for each misplaced argument."""
 
-_BESIDE = "belongs to the strategy: give {right}={{value}} next to outer_optimizer"
+_BESIDE = "belongs to the strategy: pass {right}={{value}} next to outer_optimizer"
 _BESIDE_THE_OUTER_OPTIMIZER = {
     name: ("make", _BESIDE.format(right=right))
     for name, right in {
@@ -922,7 +915,8 @@ _BESIDE_THE_OUTER_OPTIMIZER = {
         "outer_momentum": "outer_momentum",
     }.items()
 }
-"""The same for arguments of an `OuterOptimizer` that belong to the strategy."""
+"""The correct argument and the advice for arguments of `OuterOptimizer` that belong to the
+strategy."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -938,11 +932,11 @@ OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
 def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, object]) -> None:
-    """Refuses arguments that a class (``owner``) does not have, and suggests corrections.
+    """Refuses unknown arguments of a class (``owner``) and suggests corrections.
 
     Raises:
-        ValueError: If an argument has another name, or belongs elsewhere.
-        TypeError: If there is no such argument.
+        ValueError: If an argument has a different name or belongs elsewhere.
+        TypeError: If the argument does not exist.
     """
     unknown = {name: value for name, value in arguments.items() if name not in names}
     misplaced = {**_INSTEAD, **_BESIDE_THE_OUTER_OPTIMIZER}
@@ -952,7 +946,7 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, o
         if right_name not in names:
             continue
         if value is None:
-            correction = "is not an argument: leave it out"
+            correction = "is not an argument, so leave it out"
         shown = value if isinstance(value, str | int | float) else "..."
         correction = correction.format(name=name, value=shown, taken=right_name)
         corrections.append(f"{name}={value!r} {correction}.")
@@ -968,7 +962,7 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, o
 
 
 def _make_plain(settings: "OuterOptimizer | Settings") -> None:
-    """Turns NumPy scalars into plain numbers, which are compared between ranks and saved."""
+    """Converts NumPy scalars to plain numbers, which can be saved and compared between ranks."""
     for field in fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, Number) and hasattr(value, "item"):
@@ -983,15 +977,15 @@ def _require(
     advice: str = "'auto' is the default",
     kind: Any = float,
 ) -> None:
-    """Refuses a setting for which a rule does not hold.
+    """Refuses a setting that violates a rule.
 
     Args:
         settings: The object with the setting.
         name: The name of the setting.
-        holds: True if the rule holds.
+        holds: True if the setting follows the rule.
         rule: The rule, in words.
         advice: The end of the message.
-        kind: The required type; int and float mean any number.
+        kind: The required type. Both int and float allow any number.
     """
     if holds:
         return
@@ -1009,20 +1003,20 @@ def _require(
 def _require_map(
     settings: object, name: str, is_right: Callable[[object], bool], rule: str
 ) -> None:
-    """Refuses a setting that does not map patterns to valid values, and turns it into a plain
+    """Refuses a setting that does not map patterns to valid values. Converts the setting to a plain
     dict.
     """
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
         raise ValueError(
             f"{name}={patterns!r} is of type {type(patterns).__name__}: {rule}. Leave it out, or"
-            " give a map."
+            " pass a map."
         )
     object.__setattr__(settings, name, dict(patterns))
     for pattern, value in patterns.items():
         if not isinstance(pattern, str) or not is_right(value):
             raise ValueError(
-                f"{name}={{{pattern!r}: {value!r}}} is not possible: {rule}. Correct it."
+                f"{name}={{{pattern!r}: {value!r}}} is not valid: {rule}. Correct this entry."
             )
 
 
@@ -1039,7 +1033,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def fault_of(value: object, must_be_whole: bool) -> str:
-    """Returns the fault of a value that is not a number of the expected kind or is out of range."""
+    """Describes why a value is not an acceptable number."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):

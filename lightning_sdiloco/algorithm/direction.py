@@ -1,11 +1,11 @@
-"""The direction in which an outer step moves a matrix: all singular values of its mean outer
-gradient become equal.
+"""The direction in which an outer step moves a matrix, obtained by making all singular values of
+its mean outer gradient equal.
 
-This is a stateless map of one matrix before the outer optimizer, which remains elementwise. Groups
-agree only if the result is bit-identical everywhere, but an ordinary product of matrices differs
-between processors, numbers of threads and accelerators. So products are exact here: float64
-represents every sum, in any order, if factors are multiples of 2^-24 and the norms of their rows
-and columns are at most a few units.
+The direction is a stateless map that is applied to each matrix before the elementwise outer
+optimizer. Groups agree only if the result is bit-identical everywhere. However, an ordinary matrix
+product differs between processors, thread counts and accelerators. Therefore, all products are
+exact: float64 represents every sum, in any order, if the factors are multiples of 2^-24 whose rows
+and columns have norms of at most a few units.
 """
 
 from collections import defaultdict
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 Direction = Callable[[str, Tensor], Tensor]
-"""A map of the mean outer gradient of a parameter, called with the parameter's name and its float32
-matrices, ``(number, rows, columns)``.
+"""A map of a parameter's mean outer gradient, called with the parameter's name and its float32
+matrices of shape ``(number, rows, columns)``.
 
-It returns matrices of that shape, keeps no state between calls, and is bit-identical in every
-group.
+The map returns matrices of the same shape, keeps no state between calls, and gives bit-identical
+results in every group.
 """
 
 EQUALISED: Literal["equalised"] = "equalised"
 ELEMENTWISE: Literal["elementwise"] = "elementwise"
 
 SMALLEST_SHARE = 1e-3
-"""Singular values above this share of the Frobenius norm become equal; smaller ones keep their
-proportions."""
+"""The share of the Frobenius norm above which singular values become equal. Smaller singular values
+keep their proportions."""
 
-# Odd polynomials a x + b x^3 + c x^5. Each maps the range that the one before made of
-# [SMALLEST_SHARE, 1] as close to 1 as possible (Polar Express, arXiv 2505.16932, without its margin
-# for bfloat16). After the last one, all values are within 1e-3 of 1; those below that share have
-# grown at most 2000 times.
+# Odd polynomials a x + b x^3 + c x^5. Starting from [SMALLEST_SHARE, 1], each polynomial maps the
+# range of the previous polynomial as close to 1 as possible (Polar Express, arXiv 2505.16932,
+# without its margin for bfloat16). After the last polynomial, all values are within 1e-3 of 1.
+# Values below SMALLEST_SHARE have grown at most 2000 times.
 _POLYNOMIALS = (
     (8.470328804, -25.108074707, 18.629275599),
     (4.182834183, -3.108701110, 0.580606681),
@@ -43,34 +43,34 @@ _POLYNOMIALS = (
     (1.888716197, -1.265157225, 0.376518926),
 )
 
-# Matrices of one shape are mapped together, up to this number of values: many small ones then take
-# as long as one.
+# Matrices of the same shape are mapped together, up to this number of values, so many small
+# matrices take as long as a single matrix.
 _TOGETHER = 1 << 22
 
 _FIXED_POINT = 2.0**24
 
-# A float64 represents whole numbers up to 2^53; its exponent is in these bits.
+# A float64 represents whole numbers up to 2^53 and stores its exponent in these bits.
 _WHOLE_BITS = 53
 _EXPONENT = 0x7FF << 52
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 
 def equalised(matrices: Tensor) -> Tensor:
-    """Returns, for each matrix, the multiple of its polar factor that is closest to it.
+    """Returns the multiple of each matrix's polar factor that is closest to the matrix.
 
-    This is ``U @ Vh`` of its singular value decomposition, times the mean of the singular values,
-    so their sum does not change. Directions in which a matrix is almost zero, such as those of dead
-    units and unseen tokens, remain so; see `SMALLEST_SHARE`. A matrix that is zero or not finite is
-    unchanged.
+    The result is ``U @ Vh`` of the singular value decomposition, multiplied by the mean of the
+    singular values, so the sum of the singular values does not change. Directions in which a matrix
+    is almost zero, such as directions of dead units and unseen tokens, remain almost zero; see
+    `SMALLEST_SHARE`. A matrix that is zero or not finite is returned unchanged.
 
-    The result is bit-identical on every device, with any number of threads, and whether matrices
-    are passed separately or together.
+    The result is bit-identical on every device and with any number of threads. The result does not
+    depend on whether matrices are passed separately or together.
 
     Args:
-        matrices: Matrices of one shape, ``(..., rows, columns)``, of any floating dtype.
+        matrices: Matrices of shape ``(..., rows, columns)``, of any floating-point dtype.
 
     Returns:
-        Matrices of that shape and dtype, on the same device.
+        Matrices of the same shape and dtype, on the same device.
 
     Examples:
         >>> equalised(torch.tensor([[6.0, 0.0, 0.0], [0.0, 0.0, 2.0]])).round(decimals=2)
@@ -90,8 +90,8 @@ def equalised(matrices: Tensor) -> Tensor:
 
 
 def _polar_factor(matrices: Tensor) -> Tensor:
-    """Returns matrices whose singular values are 1; overwrites its input."""
-    # Division by a power of two is exact; values far from 1 would overflow.
+    """Returns matrices with singular values of 1. Overwrites the input."""
+    # Division by a power of two is exact. Without it, values far from 1 would overflow.
     factor = matrices.div_(_power_of_two(matrices))
     _rounded(factor.div_(_inner(factor, factor).sqrt()))
     for linear, cubic, quintic in _POLYNOMIALS:
@@ -104,14 +104,12 @@ def _polar_factor(matrices: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """Rounds to fixed point, in place."""
+    """Rounds values to fixed point, in place."""
     return values.mul_(_FIXED_POINT).round_().div_(_FIXED_POINT)
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the exact inner product of each pair of rounded matrices, as a matrix of one
-    value.
-    """
+    """Returns the exact inner product of each pair of rounded matrices, as 1 x 1 matrices."""
     bits = (_WHOLE_BITS - left.shape[-2:].numel().bit_length()) // 2
     left_unit = _power_of_two(left) * 2.0 ** (1 - bits)
     row = (left / left_unit).round_().flatten(-2).unsqueeze(-2)
@@ -123,15 +121,13 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _power_of_two(matrices: Tensor) -> Tensor:
-    """Returns the power of two at or below the largest magnitude of each matrix, as a matrix of
-    one value.
-    """
+    """Returns the power of two at or below each matrix's largest magnitude, as 1 x 1 matrices."""
     largest = matrices.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
     return (largest.view(torch.int64) & _EXPONENT).view(torch.float64)
 
 
 def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Applies a direction to parameters, and returns the results by name."""
+    """Applies a direction to parameters and returns the results by name."""
     if direction is not _equalised:
         return {name: direction(name, matrices) for name, matrices in parameters.items()}
     directed = dict[str, Tensor]()
@@ -143,9 +139,7 @@ def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[
 
 
 def _batches(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yields the names of parameters whose matrices have one shape, few enough to be mapped
-    together.
-    """
+    """Yields batches of names whose matrices have the same shape and can be mapped together."""
     by_shape = defaultdict[torch.Size, list[str]](list)
     for name, matrices in parameters.items():
         by_shape[matrices.shape[1:]].append(name)
@@ -167,7 +161,7 @@ def _equalised(name: str, matrices: Tensor) -> Tensor:
 
 
 def direction_for(choice: str | Direction) -> Direction | None:
-    """Returns the chosen map, given by name or as a callable; None if values are treated
+    """Returns the chosen map, given by name or as a callable, or None if values are treated
     separately.
     """
     if callable(choice):

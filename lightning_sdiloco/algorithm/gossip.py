@@ -1,17 +1,17 @@
-"""Routes decide which groups exchange in a round, and how they do so if not all groups exchange
-together.
+"""Routes, which decide which groups exchange in a round, and the arithmetic for groups that
+exchange only with partners.
 
 [Note: gossip] On a route that is not shared, each group has its own outer parameters. In a round,
-the two or three groups of a *leg* send each other their local parameters, and each takes its outer
-step with its outer parameters minus the mean of these as its outer gradient. Over all groups, these
-outer gradients have the same mean as if all groups exchanged. So if the outer optimizer is linear
-in its gradients, as SGD with momentum is, the mean of the outer parameters moves in the same way,
-and the groups approach each other. With ``outer_lr=1`` and no momentum, the outer step gives
-exactly the mean of the leg.
+the two or three groups of a *leg* send each other their local parameters. The outer gradient of a
+group is its outer parameters minus the mean of the leg's local parameters. Averaged over all
+groups, these outer gradients are the same as if all groups had exchanged. If the outer optimizer is
+linear in its gradients, like SGD with momentum, the mean of the outer parameters therefore moves in
+the same way, and the groups approach each other. With ``outer_lr=1`` and no momentum, the outer
+step gives exactly the mean of the leg.
 
-A group sends its local parameters minus an *anchor*: the values at the start of the rounds, which
-are the same in all groups. The compression error remains in the group, so every compression
-preserves the mean over the groups.
+A group sends its local parameters minus an *anchor*, which contains the values at the start of the
+rounds and is the same in all groups. The compression error remains in the group, so every
+compression preserves the mean over the groups.
 """
 
 from abc import ABC, abstractmethod
@@ -27,10 +27,10 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression import Compression, resolve
 
-# The number of rounds of a route that are checked before training.
+# The number of rounds that are checked before training.
 _TRIED = 8
 
-# A compression that loses more than this share of what it encodes would drive the groups apart: a
+# A compression that loses more than this share of its input would drive the groups apart, because a
 # group sends its distance from the anchor, which is many times as long as its progress in a round.
 _MOST_LOST = 0.01
 
@@ -39,23 +39,21 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """The numbers of A2CiD2's momentum between rounds, for which each group keeps a second
-    vector.
-    """
+    """The parameters of A2CiD2's momentum, for which each group keeps a second vector."""
 
     rate: float
     pull: float
 
 
 class Route(ABC):
-    """Decides with which groups each group exchanges in a round.
+    """Decides which groups exchange with each other in a round.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
-    All groups must make the same decision, based only on the number of the round.
+    Make a route a frozen dataclass, because its ``repr`` is compared between ranks and with the
+    checkpoint. All groups must make the same decision, based only on the round number.
 
     Attributes:
-        shared: True if all groups have the same outer parameters, which requires one leg of all
-            groups. Otherwise, each has its own; see [Note: gossip].
+        shared: True if all groups have the same outer parameters, which requires a single leg of
+            all groups. Otherwise, each group has its own outer parameters; see [Note: gossip].
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Route(ABC):
 
     @abstractmethod
     def legs(self, number: int, groups: int) -> Sequence[Leg]:
-        """Returns the legs of a round. Each group is in exactly one of them.
+        """Returns the legs of a round. Each group must be in exactly one leg.
 
         Args:
             number: The round of a fragment, counted from 0.
@@ -79,13 +77,13 @@ class Route(ABC):
         """
 
     def momentum(self, groups: int) -> Momentum | None:
-        """Returns the momentum between rounds; by default there is none."""
+        """Returns the momentum between rounds, or None. The default is None."""
         return None
 
 
 @dataclass(frozen=True)
 class Everyone(Route):
-    """All groups exchange with all others, as without a route."""
+    """A route on which all groups exchange with each other, as without a route."""
 
     shared = True
 
@@ -96,7 +94,7 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """Pairs groups at random in each round, as in NoLoCo (arXiv 2506.10911).
+    """A route with random pairs of groups in each round, as in NoLoCo (arXiv 2506.10911).
 
     Args:
         seed: The seed of the random pairs.
@@ -115,13 +113,13 @@ class RandomPairs(Route):
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Each group alternates between its two neighbours, with the continuous momentum of A2CiD2.
+    """A route on which each group alternates between two neighbours, with A2CiD2's momentum.
 
-    The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer
-    step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
+    The continuous momentum is from arXiv 2306.08289, with a round as the unit of time. The momentum
+    replaces the outer step, so ``outer_lr`` is 1 and ``outer_momentum`` is 0.
 
     Args:
-        accelerated: True for the momentum, which needs at least four groups; see `Momentum`.
+        accelerated: True to use the momentum, which requires at least four groups; see `Momentum`.
 
     Examples:
         >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
@@ -140,12 +138,13 @@ class Ring(Route):
             return None
         if groups < 4:
             raise ValueError(
-                f"route={self!r} was given, but there are {groups} worker groups: on a ring of"
-                " fewer than 4 each group is a neighbour of all others, and there is nothing to"
+                f"route={self!r} was given, but there are only {groups} worker groups. On a ring of"
+                " fewer than 4 groups, all groups are neighbours, so there is nothing to"
                 " accelerate. Choose Ring(accelerated=False), or leave route out."
             )
-        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its
-        # smallest positive eigenvalue, and half of the largest resistance of an edge.
+        # These values describe the Laplacian of the ring, whose edges are used in every other
+        # round: the inverse of its smallest positive eigenvalue, and half of the largest resistance
+        # of an edge.
         slowness = 1 / (1 - cos(2 * pi / groups))
         resistance = (groups - 1) / groups
         return Momentum(
@@ -154,8 +153,8 @@ class Ring(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of consecutive groups: pairs, and three groups in the last leg if one is left
-    over.
+    """Returns legs of two consecutive groups. If the number of groups is odd, the last leg has
+    three groups.
     """
     starts = range(0, max(1, len(order) - 1), 2)
     legs = [tuple(order[start : start + 2]) for start in starts]
@@ -164,26 +163,27 @@ def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
 
 
 def check_legs(route: Route, groups: int) -> None:
-    """Refuses a route that does not put each group into one leg in each of its first rounds."""
+    """Refuses a route that does not assign each group to exactly one leg in the first rounds."""
     for number in range(_TRIED):
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
             raise ValueError(
                 f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are"
-                f" {groups} worker groups: each must be in exactly one leg. Correct its legs()."
+                f" {groups} worker groups, each of which must be in exactly one leg. Correct the"
+                " method legs()."
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups have the same outer parameters (shared), but"
-                f" has the legs {tuple(legs)} in round {number}: groups of different legs would"
-                " drift apart. Set shared to False."
+                f"route={route!r} has shared=True, so all groups must have the same outer"
+                f" parameters. However, groups of different legs would drift apart, and round"
+                f" {number} has the legs {tuple(legs)}. Set shared to False."
             )
     route.momentum(groups)
 
 
 def _shuffled(groups: Sequence[int], seed: int, number: int) -> list[int]:
     order = list(groups)
-    # Strings are hashed in the same way everywhere.
+    # Strings give the same seed on every machine.
     Random(f"{seed}, {number}").shuffle(order)
     return order
 
@@ -210,11 +210,12 @@ def bring(
     twin: Tensor | None = None,
     momentum: Momentum | None = None,
 ) -> Brought:
-    """Returns a group's contribution to its leg. Does not modify the tensors."""
+    """Returns a group's contribution to its leg without modifying the tensors."""
     local = outer - gradient
     if momentum is None:
         return Brought(local - anchor, gradient, None)
-    # The inner steps moved both vectors equally. Now they approach each other for a round.
+    # The inner steps moved both vectors equally. Now, the vectors approach each other for one
+    # round.
     second = local
     if twin is not None:
         second = twin - gradient
@@ -233,35 +234,33 @@ def take(
     finite: bool,
     momentum: Momentum | None,
 ) -> Taken:
-    """Returns what a group takes from the mean of its leg; `decoded` is its contribution as its
-    partners decode it.
+    """Returns a group's outer gradient and second vector, given the mean of its leg and the group's
+    contribution as decoded by its partners.
     """
     if not finite:
         twin = None
         if momentum is not None:
             twin = anchor + mean
         return Taken((outer - anchor).sub_(mean), twin)
-    # The compression error remains in the group: neither term contains it.
+    # The compression error remains in the group, because neither term contains it.
     difference = decoded - mean
     gradient = brought.gradient + difference
     if momentum is None or brought.twin is None:
         return Taken(gradient, None)
-    # In a pair, the mean is half of the difference away.
+    # In a pair, the distance to the mean is half of the difference.
     return Taken(gradient, brought.twin - 2 * momentum.pull * difference)
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups have their own outer
-    parameters.
-    """
+    """Refuses a compression that does not work if groups have their own outer parameters."""
     codec = resolve(compression)
-    advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
+    advice = "Choose 'int8', 'bf16', 'fp32' or RandomK(every, Int8()), so that all groups send the same values."
     traits = codec.traits
     if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(
-            f"compression={compression!r} does not work with this route: partners must send each"
-            " other the same values in full, but this one lets each group choose values, or has"
-            f" error feedback. {advice}"
+            f"compression={compression!r} does not work with this route. Partners must send each"
+            " other the same values, without error feedback, but this compression lets each group"
+            f" choose values or uses error feedback. {advice}"
         )
     dense = traits.values or codec
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -270,7 +269,7 @@ def check_compression(compression: str | Compression) -> None:
     lost = float((decoded - values).norm() / values.norm())
     if lost > _MOST_LOST:
         raise ValueError(
-            f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route"
-            " groups send their distance from the start of the rounds, which may lose at most"
-            f" {_MOST_LOST:.0%}. {advice}"
+            f"compression={compression!r} loses {lost:.0%} of the values that it encodes. On this"
+            " route, groups send their distance from the start of the rounds, and the loss must not"
+            f" exceed {_MOST_LOST:.0%}. {advice}"
         )

@@ -1,27 +1,28 @@
-"""The guard decides which outer gradients are too long to count.
+"""The guard, which decides which outer gradients are too long to count.
 
-It needs no tensors, because the hub of a federation also uses it. It decides from plain numbers
-that are the same everywhere, and so are its decisions.
+The guard works without tensors, because the hub of a federation also uses it. Decisions depend only
+on plain numbers that are the same everywhere, so all groups make the same decision.
 
 [Note: the model of lengths] The more a group trains between two launches, the longer its outer
-gradient becomes, but it grows ever more slowly: after 300 inner steps, it may be as long as after
-10. So
+gradient becomes. However, the growth slows down, so the outer gradient may be as long after 300
+inner steps as after 10. The model is
 
     norm = level of the group * growth of the round * distance / (distance + half)
 
 The distance is the sum of the learning rates of the inner steps, or the number of steps if a
-learning rate is unknown. A level is the median of the lengths that counted in the last eight
-rounds. Equal distances do not determine ``half``: the guard tries 13 values, and keeps all that
-explain these lengths almost as well as the best one. The usual length is the longest that one of
-them allows. Lengths are compared as logarithms, which are computed here: those of the C library
-differ in their last bit between machines, which could change the decision.
+learning rate is unknown. The level is the median of the lengths that counted in the last eight
+rounds. Equal distances do not determine ``half``, so the guard tries 13 values and keeps all values
+that explain these lengths almost as well as the best value. The usual length is the longest length
+that any kept value allows. Lengths are compared as logarithms. This module computes the logarithms
+itself, because results of the C library differ in the last bit between machines, which could change
+a decision.
 
-[Note: directions] A flipped sign does not change the length, but the outer gradient then points
-against those of the others, which agree with each other. So does that of a site whose data differs
-from data that the others share, once the others have learned what all sites have in common: at the
-optimum, all outer gradients add up to zero. No rule can tell the two cases apart, so no site is
-left out because of its direction. A direction is reported if it lasts, and if there are three
-others that can agree.
+[Note: directions] A flipped sign does not change the length of an outer gradient, but the outer
+gradient then points against the outer gradients of the other sites, which agree with each other.
+The same happens at a site whose data differs from data that the other sites share, once the sites
+have learned what they have in common: at the optimum, all outer gradients add up to zero. No rule
+can distinguish the two cases, so no site is left out because of its direction. A direction is
+reported if it persists and there are at least three other sites to compare with.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,44 +37,44 @@ Member = TypeVar("Member")
 """A group by its number, or a site by its name."""
 
 GUARD = 5.0
-"""How many times the usual length is too long, by default."""
+"""The default factor by which a length may exceed the usual length."""
 
 REMEMBERED = 8
-"""The number of past rounds with which a length is compared."""
+"""The number of previous rounds with which a length is compared."""
 
 FIRST = 1e4
-"""How many times the others' length is too long if nothing else is known."""
+"""The factor by which a length may exceed the lengths of the other members in the first rounds."""
 
 BUFFERS = 100.0
-"""How many times the usual size is too large for buffers."""
+"""The factor by which buffers may exceed their usual size."""
 
 NOT_FINITE = 3.4028234663852886e38
-"""The size of buffers that are not finite: the largest number of a control vector."""
+"""The size of non-finite buffers: the largest number that fits into a control vector."""
 
 JUDGED = 16
-"""The number of a site's contributions that are judged together, for leaving and for directions."""
+"""The number of a site's contributions that are judged together."""
 
 AGAINST = 12
-"""How many of them must point against the others before this is reported."""
+"""The number of these contributions that must point against the other sites to be reported."""
 
 AGAINST_OTHERS = (
     f"at least {AGAINST} of its last {JUDGED} contributions had a negative cosine with the mean of the"
-    " others', which agree with each other. They still count. If its data is like the others',"
-    " look for a wrong sign in its loss, its labels or its optimizer."
+    " other contributions, which agree with each other. These contributions still count. If the"
+    " site's data resembles the data of the other sites, look for a wrong sign in its loss, its"
+    " labels or its optimizer."
 )
 
 _ENOUGH = 4
 _PEERS = 2
-# The number of rounds over which a scale is averaged, and the most by which one round can change
-# it.
+# The number of rounds over which a scale is averaged, and its largest change in a single round.
 _SCALED = 64
 _LARGEST_CHANGE = 0.7
 # In units of the median distance.
 _HALVES = [4.0**power for power in range(-6, 7)]
-# With cosines beyond this, outer gradients agree or oppose each other.
+# Outer gradients agree above this cosine and oppose each other below its negative.
 _OPPOSED = 0.1
 _AGREEING = 3
-# The most by which the average error of a curve may exceed that of the best one.
+# The largest difference between the average errors of a kept curve and of the best curve.
 _TOLERANCE = 0.25
 # The largest logarithm of a length, and the smallest sum of learning rates that is meaningful.
 _LARGEST = 700.0
@@ -81,14 +82,14 @@ _SHORTEST_PATH = 1e-30
 
 
 _LOG_2 = 0.6931471805599453
-# The coefficients of the logarithm's series, the last one first: 1/35, 1/33, ..., 1.
+# The coefficients of the logarithm's series in reverse order: 1/35, 1/33, ..., 1.
 _COEFFICIENTS = tuple(1.0 / power for power in range(35, 0, -2))
 
 
 # Cached, because every round compares the lengths of the last eight rounds again.
 @lru_cache(1 << 16)
 def _log(number: float) -> float:
-    """Returns the natural logarithm, by operations that are bit-identical everywhere."""
+    """Computes the natural logarithm with operations that are bit-identical everywhere."""
     if number == inf:
         return inf
     mantissa, exponent = frexp(number)
@@ -101,7 +102,7 @@ def _log(number: float) -> float:
 
 
 def _exp(logarithm: float) -> float:
-    """Returns the exponential of a logarithm, limited to `_LARGEST`, in the same way."""
+    """Computes the exponential of a logarithm, which is limited to `_LARGEST`, in the same way."""
     logarithm = max(-_LARGEST, min(logarithm, _LARGEST))
     exponent = round(logarithm / _LOG_2)
     remainder = logarithm - exponent * _LOG_2
@@ -112,11 +113,11 @@ def _exp(logarithm: float) -> float:
 
 
 class Length(NamedTuple):
-    """The length of an outer gradient, and how much its group trained for it.
+    """The length of an outer gradient and the amount of training since the last launch.
 
     Attributes:
         norm: The norm of the outer gradient.
-        steps: The number of inner steps, or another measure of training that grows with them.
+        steps: The number of inner steps, or another measure that grows with the inner steps.
         path: The sum of the learning rates of these inner steps; 0 if unknown.
     """
 
@@ -138,12 +139,13 @@ class Length(NamedTuple):
 
 
 class Past(NamedTuple):
-    """The lengths that the guard remembers of a group.
+    """The past lengths of a group, as stored by the guard.
 
     Attributes:
-        lengths: The lengths of the last eight rounds, the oldest first; None for a round in which
-            it took no part.
-        scale: The logarithm of the ratio of its norms to the others', averaged over many rounds.
+        lengths: The lengths of the last eight rounds, starting with the oldest. None marks a round
+            in which the group did not take part.
+        scale: The logarithm of the ratio between the group's norms and the norms of the other
+            groups, averaged over many rounds.
         rounds: The number of rounds in this average, at most 64.
     """
 
@@ -162,7 +164,7 @@ class Past(NamedTuple):
 
     @staticmethod
     def read(saved: object) -> "Past":
-        """Reads the result of `plain`; pasts that an earlier version saved are dropped."""
+        """Reads the result of `plain`. Data from earlier versions is discarded."""
         if not isinstance(saved, dict):
             return Past()
         lengths = (None if length is None else Length(*length) for length in saved["lengths"])
@@ -170,8 +172,8 @@ class Past(NamedTuple):
 
 
 class TooLong(NamedTuple):
-    """Why an outer gradient is left out: it is ``times`` as long as usual for its group, or
-    compared with the others.
+    """The reason for leaving out an outer gradient, with the factor (``times``) by which it exceeds
+    its usual length or the lengths of the other outer gradients.
     """
 
     times: float
@@ -180,7 +182,7 @@ class TooLong(NamedTuple):
 
 @dataclass(frozen=True)
 class _Curve(Generic[Member]):
-    """A possible growth of lengths, with the level of each member that has enough lengths."""
+    """A possible growth curve of lengths, with the level of each member that has enough lengths."""
 
     half: float
     levels: Mapping[Member, float]
@@ -197,8 +199,8 @@ def _saturation(distance: float, half: float) -> float:
 def _curves(
     lengths: Mapping[Member, Sequence[Length]], distance: Callable[[Length], float]
 ) -> list[_Curve[Member]]:
-    """Returns the curves that explain the last lengths, the flattest first; none if there are too
-    few lengths.
+    """Returns the curves that explain the last lengths, starting with the flattest curve. The list
+    is empty if there are too few lengths.
     """
     enough = {member: last for member, last in lengths.items() if len(last) >= _ENOUGH}
     if not enough:
@@ -223,9 +225,7 @@ def _curves(
 def _likely(
     curves: Sequence[_Curve[Member]], misses: Sequence[Sequence[float]]
 ) -> list[_Curve[Member]]:
-    """Returns the curves whose error, averaged over the members, is little more than that of the
-    best one.
-    """
+    """Returns the curves whose average error over the members is close to the smallest error."""
     best = list(map(min, misses))
     excess = list[float]()
     for number in range(len(curves)):
@@ -238,8 +238,8 @@ def _likely(
 
 @dataclass(frozen=True)
 class _Round(Generic[Member]):
-    """The lengths of a round that can be compared, the pasts of its members, and the curves that
-    explain them. All results are logarithms.
+    """The comparable lengths of a round, the past of each member, and the curves that explain the
+    past lengths. All results are logarithms.
     """
 
     lengths: Mapping[Member, Length]
@@ -261,7 +261,9 @@ class _Round(Generic[Member]):
         return _curves(lengths, self.distance)
 
     def growth(self, member: Member, curve: _Curve[Member]) -> float:
-        """Returns how much longer the others are than a curve predicts; 0 if unknown."""
+        """Returns how much the lengths of the other members exceed the prediction of a curve,
+        or 0.
+        """
         growths = list[float]()
         for peer, length in self.lengths.items():
             if peer != member and peer in curve.levels:
@@ -269,8 +271,9 @@ class _Round(Generic[Member]):
         return median_high(growths or [0.0])
 
     def is_usual_by_any_curve(self, member: Member, length: Length, guard: float) -> bool:
-        """Returns whether a length is not too long for a member's own past with any curve: no curve
-        falls while the distance grows, or falls faster than the distance.
+        """Returns whether every curve accepts a length, given the member's own past. This is a
+        quick check, because curves never fall as the distance grows and never grow faster than the
+        distance.
         """
         if member not in self.lengths or not self._has_past(member):
             return False
@@ -280,13 +283,13 @@ class _Round(Generic[Member]):
         return length.log <= guard + least
 
     def usual_in_its_past(self, member: Member, length: Length) -> float | None:
-        """Returns the longest usual length according to a member's own past; None if that is too
-        short.
+        """Returns the longest usual length according to a member's own past, or None if the past is
+        too short.
         """
         if not self._has_past(member):
             return None
         distance = self.distance(length)
-        # If the others have become shorter, a member need not follow them.
+        # A member need not become shorter just because the other members have.
         usual_lengths = [self.curves[0].usual(member, distance)]
         for curve in self.curves:
             usual_lengths.append(curve.usual(member, distance) + self.growth(member, curve))
@@ -296,8 +299,8 @@ class _Round(Generic[Member]):
         return max(usual_lengths)
 
     def usual_beside_peers(self, member: Member, length: Length) -> float | None:
-        """Returns the usual length according to the others' lengths in this round, each in the
-        scale of its member; None if too little is known.
+        """Returns the usual length according to the other members' scaled lengths in this round, or
+        None if too little is known.
         """
         scaled = list[float]()
         for peer, length_of_peer in self._peers(member, length).items():
@@ -308,13 +311,13 @@ class _Round(Generic[Member]):
         return self.pasts[member].scale + median_high(scaled)
 
     def usual_at_first(self, member: Member, length: Length) -> float | None:
-        """Returns the others' length in this round; None if there is none."""
+        """Returns the length of the other members in this round, or None if there is none."""
         peers = self._peers(member, length)
         return median_high(peers.values()) if peers else None
 
     def level_of_peers(self, member: Member) -> float | None:
-        """Returns the length of the others in this round, without their scales; None if too little
-        is known.
+        """Returns the length of the other members in this round, divided by their scales, or None
+        if too little is known.
         """
         of_peers = list[float]()
         for peer, length in self.lengths.items():
@@ -323,7 +326,7 @@ class _Round(Generic[Member]):
         return median(of_peers) if of_peers else None
 
     def scale(self, member: Member) -> float:
-        """Returns a member's length relative to the others' in this round."""
+        """Returns a member's length in this round, relative to the other members."""
         level = self.level_of_peers(member)
         if level is None:
             level = median(length.log for length in self.lengths.values())
@@ -336,7 +339,7 @@ class _Round(Generic[Member]):
         return member in self.pasts and self.pasts[member].rounds >= _ENOUGH
 
     def _peers(self, member: Member, length: Length) -> dict[Member, float]:
-        """Returns upper bounds for the others' lengths after this distance."""
+        """Returns upper bounds for the other members' lengths after the same distance."""
         peers = dict[Member, float]()
         for peer, length_of_peer in self.lengths.items():
             if peer != member:
@@ -348,19 +351,19 @@ class _Round(Generic[Member]):
 def outlying(
     lengths: Mapping[Member, Length], pasts: Mapping[Member, Past], guard: float
 ) -> dict[Member, TooLong]:
-    """Returns the members whose outer gradients are too long to count; see [Note: the model of
-    lengths].
+    """Returns the members whose outer gradients are too long; see [Note: the model of lengths].
 
     Each member is compared with its own past, which must contain four lengths, and with the growth
-    of the others. If there are two others, it is also compared with their present lengths, each in
-    its own scale. If too little is known for both, the member's data may differ from the others',
-    so it is compared with their plain lengths, and the limit is `FIRST`. If all are too long,
-    training has changed, and only those that exceed `FIRST` are left out.
+    of the other members. If there are at least two other members, it is also compared with their
+    scaled lengths in this round. If too little is known for both comparisons, a member is compared
+    with the unscaled lengths of the other members. The limit is then `FIRST`, because the members'
+    data may differ. If all members are too long, training has changed, and only members that exceed
+    `FIRST` are left out.
 
     Args:
-        lengths: The lengths of all members that could count in a round.
+        lengths: The lengths of all members that may count in a round.
         pasts: The past of each member.
-        guard: How many times the usual length is too long.
+        guard: The factor by which a length may exceed the usual length.
 
     Examples:
         >>> always = Past(lengths=(Length(1.0, steps=10),) * 4)
@@ -393,7 +396,7 @@ def _judged(round: _Round[Member], member: Member, length: Length, guard: float)
             return TooLong(_exp(length.log - in_its_past), is_beside_others=False)
         is_unknown = in_its_past is None
     beside_peers = round.usual_beside_peers(member, length)
-    # Different data may drive a group away from the others, but not that far.
+    # Different data may drive a group away from the other groups, but not that far.
     if beside_peers is not None and length.log > 2.0 * guard + beside_peers:
         return TooLong(_exp(length.log - beside_peers), is_beside_others=True)
     at_first = round.usual_at_first(member, length)
@@ -406,15 +409,16 @@ def _judged(round: _Round[Member], member: Member, length: Length, guard: float)
 def remembered(
     counted: Mapping[Member, Length], left_out: Iterable[Member], pasts: Mapping[Member, Past]
 ) -> dict[Member, Past]:
-    """Returns what to remember after a round.
+    """Returns the past of each member after a round.
 
-    A member that the guard has left out is remembered as if its length had been usual: the guard
-    learns nothing from its length, and the member still follows the others' growth.
+    If the guard has left out a member, the usual length is recorded instead of the member's own
+    length. The member's own length is ignored, but its past still follows the growth of the other
+    members.
 
     Args:
         counted: The lengths that counted.
         left_out: The members that the guard has left out.
-        pasts: The pasts before the round.
+        pasts: The past of each member before the round.
     """
     left_out = set(left_out)
     round = _Round.between(counted, pasts)
@@ -424,7 +428,7 @@ def remembered(
         newest: Length | None = None
         if member in round.lengths:
             newest = counted[member]
-            # A single length cannot be compared with others.
+            # A single length cannot be compared with other lengths.
             if len(round.lengths) > 1:
                 past = _rescaled(past, round.scale(member))
         elif member in left_out and past.measured:
@@ -453,16 +457,16 @@ def _usual_length(past: Past, level_of_peers: float | None) -> Length:
 def with_large_buffers(
     sizes: Mapping[Member, float], pasts: Mapping[Member, Past]
 ) -> dict[Member, float]:
-    """Returns the members whose buffers are too large to count, and how many times as large as
-    usual they are.
+    """Returns the members whose buffers are too large to count, with the factor above the usual
+    size.
 
-    Sizes are compared as lengths are, with the limit `BUFFERS`, but they do not grow with a
+    Sizes are compared in the same way as lengths, but with the limit `BUFFERS` and without a
     distance.
 
     Args:
-        sizes: The size of each member's buffers as a multiple of the outer values; 0 if they have
-            not changed, `NOT_FINITE` if one is not finite.
-        pasts: The remembered sizes of each member.
+        sizes: The size of each member's buffers as a multiple of the outer values. The size is 0 if
+            the buffers have not changed, and `NOT_FINITE` if a value is not finite.
+        pasts: The past sizes of each member.
 
     Examples:
         >>> sizes = {"a": 1.0, "b": 1.2, "c": 1e20}
@@ -476,9 +480,7 @@ def with_large_buffers(
 def remembered_sizes(
     sizes: Mapping[Member, float], left_out: Collection[Member], pasts: Mapping[Member, Past]
 ) -> dict[Member, Past]:
-    """Returns what to remember of the sizes of buffers after a round in which some were left
-    out.
-    """
+    """Returns the past buffer sizes of each member after a round."""
     counted = {member: size for member, size in sizes.items() if member not in left_out}
     return remembered(_as_lengths(counted), left_out, pasts)
 
@@ -492,11 +494,12 @@ def _as_lengths(sizes: Mapping[Member, float]) -> dict[Member, Length]:
 
 
 class Direction(NamedTuple):
-    """The direction of an outer gradient relative to the others'.
+    """The direction of an outer gradient relative to the outer gradients of the other groups.
 
     Attributes:
-        cosine: The cosine with the mean of the others.
-        among_others: The mean cosine between two of the others; 0 if there are fewer than three.
+        cosine: The cosine with the mean of the other outer gradients.
+        among_others: The mean cosine between pairs of the other outer gradients, or 0 if there are
+            fewer than three.
     """
 
     cosine: float
@@ -504,21 +507,22 @@ class Direction(NamedTuple):
 
     @property
     def is_against(self) -> bool:
-        """True if it points against others that agree; see [Note: directions]."""
+        """True if it points against agreeing outer gradients; see [Note: directions]."""
         return self.cosine < -_OPPOSED and self.among_others > _OPPOSED
 
 
 def direction_in_mean(
     part: float, product: float, mean: float, norm: float, norms_of_others: Sequence[float]
 ) -> Direction:
-    """Returns the direction of a group's part of a mean.
+    """Returns the direction of a group's contribution to a mean.
 
     Args:
-        part: Squared norm of the part, as it was decoded.
-        product: Inner product of the part and the mean.
-        mean: Squared norm of the mean.
-        norm: Norm of the part before it was encoded.
-        norms_of_others: The same for each other part. A compression changes all norms equally.
+        part: The squared norm of the decoded contribution.
+        product: The inner product of the contribution and the mean.
+        mean: The squared norm of the mean.
+        norm: The norm of the contribution before it was encoded.
+        norms_of_others: The norms of the other contributions before they were encoded. A
+            compression is assumed to change all norms by the same factor.
 
     Examples:
         >>> direction_in_mean(1.0, 1.0, 4.0, 1.0, [1.0, 1.0, 1.0])  # at right angles
@@ -540,7 +544,7 @@ def direction_in_mean(
 
 
 def joined_pasts(pasts: Sequence[Past]) -> Past:
-    """Returns the past of a group for a fragment that joins the parameters of several."""
+    """Returns the past of a group for a fragment that combines several fragments."""
     lengths = list[Length | None]()
     for of_round in zip(*(reversed(past.lengths) for past in pasts), strict=False):
         parts = [length for length in of_round if length is not None]

@@ -1,4 +1,4 @@
-"""The landing rule: how a group merges the outer parameters into its local ones."""
+"""Landing rules, which merge the outer parameters into a group's local parameters."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from lightning_sdiloco.memory import new_vector
 
 
 class LandingRule(ABC):
-    """Decides what happens to the local parameters at a landing, elementwise.
+    """Decides how local parameters change at a landing, elementwise.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
+    Make a landing rule a frozen dataclass, because its ``repr`` is compared between ranks and with
+    the checkpoint.
 
     Attributes:
-        kept: The share, from 0 to 1, that is kept of the local values, of the compression error,
-            and of buffers.
+        kept: The share of local values, compression errors and buffers that is kept, from 0 to 1.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class LandingRule(ABC):
 
     @abstractmethod
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        """Returns the vectors of the shard that the ranks of a group gather for the landing.
+        """Returns the vectors of a shard that the ranks of a group gather for the landing.
 
-        This runs in the background. Do not modify the arguments, which are float32 of shape
-        ``(shard_numel,)``.
+        This method runs in the background. Do not modify the arguments, which are float32 tensors
+        of shape ``(shard_numel,)``.
 
         Args:
             gradient: The outer gradient: ``before`` minus the local values at the launch.
@@ -53,20 +53,20 @@ class LandingRule(ABC):
 
     @abstractmethod
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
-        """Overwrites local values at the landing. This runs in the training thread.
+        """Overwrites local values at the landing, in the training thread.
 
         Args:
-            local: The local values of a part of the fragment, in at least float32.
-            gathered: The float32 vectors of `gathered` for the same part, gathered from all ranks.
+            local: The local values of a part of the fragment, with at least float32 precision.
+            gathered: The float32 results of `gathered` for the same part, from all ranks.
             steps: The number of inner steps since the launch.
         """
 
 
 @dataclass(frozen=True)
 class Mix(LandingRule):
-    """Keeps a share of the local values, as the paper does: ``kept * local + (1 - kept) * outer``.
+    """Keeps a share of the local values, as in the paper: ``kept * local + (1 - kept) * outer``.
 
-    With ``kept=0``, the local values are not read, so they need not be finite.
+    With ``kept=0``, the local values are not read, so they may be non-finite.
 
     Args:
         kept: The share (alpha in the paper).
@@ -91,9 +91,10 @@ class Mix(LandingRule):
 
 @dataclass(frozen=True)
 class Carry(LandingRule):
-    """Keeps all progress made in flight, and adds it to the new outer parameters.
+    """Adds all progress made during the flight to the new outer parameters.
 
-    The result is ``local + (after - sent)``, where ``sent`` are the local values at the launch.
+    The result is ``local + (after - sent)``, where ``sent`` contains the local values at the
+    launch.
 
     Examples:
         >>> before, sent, after, local = (torch.tensor([value]) for value in (0.0, 1.0, 4.0, 1.5))
@@ -104,7 +105,7 @@ class Carry(LandingRule):
 
     @property
     def kept(self) -> float:  # type: ignore[override]
-        """0, because the outer parameters replace the values at the launch."""
+        """The kept share is 0, because the outer parameters replace the values at the launch."""
         return 0.0
 
     @override
@@ -118,8 +119,8 @@ class Carry(LandingRule):
 
 
 def mix(local: Tensor, outer: Tensor, kept: float) -> None:
-    """Overwrites ``local`` with ``kept * local + (1 - kept) * outer``, computed in at least
-    float32.
+    """Overwrites ``local`` with ``kept * local + (1 - kept) * outer``, computed with at least
+    float32 precision.
     """
     if kept == 0:
         local.copy_(outer)

@@ -1,4 +1,4 @@
-"""The partition of a model into fragments, from names and sizes of parameters, without tensors."""
+"""The partition of a model into fragments, computed from parameter names and sizes."""
 
 import math
 import re
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-# The largest number of repeated blocks in a fragment if none is given: the paper's choice.
+# The default for the largest number of repeated blocks in a fragment, as in the paper.
 _MOST_BLOCKS = 3
 
-# The approximate number of fragments if none is given: as many as the paper's 1B model has.
+# The approximate default number of fragments, as in the paper's 1B model.
 _ENOUGH_FRAGMENTS = 8
 
-# The most fragments of blocks, and roughly the most of other parameters, if no number is given:
-# each launch costs messages.
+# The default limit for the number of fragments of blocks, and the approximate limit for fragments
+# of other parameters. Every launch costs messages.
 _MOST_FRAGMENTS = 32
 
-# Two blocks are alike if they share at least this part of the smaller one's names. They need not be
-# equal: a stage of a ResNet starts with a block that has a shortcut, and some layers of a
-# transformer have experts.
+# Two blocks are alike if they share at least this fraction of the smaller block's names. They need
+# not be equal, because a stage of a ResNet starts with a block that has a shortcut, and some layers
+# of a transformer have experts.
 _ALIKE = 0.5
 
 
@@ -30,7 +30,7 @@ class Parameter(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The matrices of a parameter: their number and shape.
+    """The number and shape of a parameter's matrices.
 
     Examples:
         >>> Stack(2, 3, 4).multiplications
@@ -43,7 +43,7 @@ class Stack(NamedTuple):
 
     @property
     def multiplications(self) -> int:
-        """The number of multiplications that a polynomial of degree five takes."""
+        """The number of multiplications for a polynomial of degree five."""
         shorter, longer = sorted((self.rows, self.columns))
         return self.number * shorter**2 * (2 * longer + shorter)
 
@@ -53,9 +53,9 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Attributes:
-        names: The names of the parameters, as in ``named_parameters()`` and in that order.
+        names: The names of the parameters, in the order of ``named_parameters()``.
         sizes: The sizes of the parameters in bytes, in the same order.
-        stacks: The matrices of each parameter in the outer step; None if its values are treated
+        stacks: The matrices of each parameter in the outer step, or None if the values are treated
             separately.
 
     Examples:
@@ -84,26 +84,26 @@ def partition(
     aliases: Mapping[str, str] | None = None,
     frozen: Sequence[str] = (),
 ) -> Partition:
-    """Divides a model into fragments; every parameter is in exactly one of them.
+    """Divides a model into fragments. Every parameter is in exactly one fragment.
 
-    ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them
-    into a fragment: interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or
-    consecutive. Without a number, a fragment gets an eighth of the blocks, limited to one to three,
-    or more if there would otherwise be over 32. Parameters outside the blocks (embeddings, head,
-    last norm) form additional fragments. None of these is larger than the largest fragment of
-    blocks, unless a single tensor is or, without a number, there would be many more than 32. A
-    number distributes the tensors over that many fragments of about equal size, and ``"balanced"``
-    over as many as ``"strided"`` would make.
+    ``"strided:3"`` and ``"sequential:3"`` search for repeated blocks and put at most three blocks
+    into a fragment. With ``"strided"``, block ``l`` is in fragment ``l % P``, as in the paper. With
+    ``"sequential"``, the blocks of a fragment are consecutive. Without a number, a fragment
+    contains an eighth of the blocks, between one and three, or more if there would otherwise be
+    over 32 fragments. Parameters outside the blocks (embeddings, head, last norm) form additional
+    fragments. Such a fragment is not larger than the largest fragment of blocks, unless a single
+    tensor is larger or, without a number, there would be many more than 32 fragments. An integer
+    distributes the tensors over that many fragments of similar size. ``"balanced"`` uses the same
+    number of fragments as ``"strided"``.
 
     Args:
         parameters: The trainable parameters, without duplicates, in the order of
             ``named_parameters()``.
-        fragments: One of these, or a list of lists of shell-style patterns, one list for each
-            fragment.
+        fragments: One of the choices above, or a list of shell-style patterns for each fragment.
         aliases: Other names of tied parameters, mapped to their names in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match only these,
-            because they may become trainable later; a list that matches no trainable parameter
-            forms no fragment.
+        frozen: Names of the parameters that are not trainable. A pattern may match only such
+            parameters, because they may become trainable later. A list that matches no trainable
+            parameter does not form a fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -116,22 +116,22 @@ def partition(
     """
     if not parameters:
         raise ValueError(
-            "The model has no trainable parameters, so worker groups have nothing to exchange. Give"
-            " it at least one parameter with requires_grad=True, or train it without this strategy."
+            "The model has no trainable parameters, so worker groups have nothing to exchange. Set"
+            " requires_grad=True for at least one parameter, or train without this strategy."
         )
     fragments = checked_fragments(fragments)
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the"
-                " model, which are not divided. Give at most that number."
+                f"fragments={fragments} exceeds the number of the model's trainable tensors, which"
+                f" are not divided. Choose at most {len(parameters)}."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
         return Partition(_by_patterns(parameters, fragments, aliases or {}, frozen))
     blocks = find_blocks(parameters)
     if not blocks:
-        # More fragments than this would not lower the peak: the largest tensor is sent whole.
+        # More fragments would not lower the peak, because the largest tensor is not divided.
         useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
         count = max(1, min(useful, _ENOUGH_FRAGMENTS))
         return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
@@ -155,16 +155,14 @@ def _blocks_per_fragment(blocks: int) -> int:
 
 
 def fewest_blocks(blocks: int) -> int:
-    """Returns the fewest repeated blocks in a fragment that keep the number of fragments within
-    limits.
-    """
+    """Returns the smallest number of blocks in a fragment that does not give too many fragments."""
     return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
 def checked_fragments(
     fragments: int | str | Sequence[Sequence[str]],
 ) -> int | str | Sequence[Sequence[str]]:
-    """Returns a valid choice of fragments, and refuses others."""
+    """Returns a valid choice of fragments and refuses an invalid choice."""
     if isinstance(fragments, str):
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
@@ -173,17 +171,17 @@ def checked_fragments(
         is_right = True
     else:
         raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list"
-            " of shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a"
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Pass a list of"
+            " shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a"
             " number of fragments."
         )
     if is_right:
         return fragments
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the"
-        " number of repeated blocks in a fragment, as in 'strided:3'; 'balanced'; a number of"
-        " fragments; or a list of lists of shell-style patterns such as [['net.0.*'], ['net.1.*']];"
-        " both numbers are whole and at least 1. Choose one of them."
+        f"fragments={fragments!r} is unknown. Choose 'strided' or 'sequential', optionally with the"
+        " number of repeated blocks in a fragment, as in 'strided:3'. You can also choose"
+        " 'balanced', a number of fragments, or a list of lists of shell-style patterns such as"
+        " [['net.0.*'], ['net.1.*']]. Both numbers must be whole and at least 1."
     )
 
 
@@ -194,13 +192,13 @@ def _are_patterns(patterns: object) -> bool:
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
-    """Finds the repeated blocks of a model, in order, from the names of its parameters.
+    """Finds the repeated blocks of a model in order, based on parameter names.
 
-    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It
-    counts if at least two of its children are alike and contain at least half of its parameters.
-    The blocks are the children that are alike in the outermost stacks that count. A child that
-    contains only vectors, such as a normalisation between two linear layers, belongs to the block
-    before it.
+    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. A
+    stack is used if at least two of its children are alike and contain at least half of its
+    parameters. The blocks are the similar children of the outermost stacks that are used. A child
+    that contains only vectors, such as a normalisation between two linear layers, belongs to the
+    previous block.
     """
     vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
     return _blocks_below("", [parameter.name for parameter in parameters], vectors)
@@ -226,10 +224,11 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
 
 
 def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
-    """Returns the numbered children that are alike, if there are at least two and they contain at
-    least half of the parameters of numbered children.
+    """Returns the numbered children that are alike. The result is empty unless there are at least
+    two such children, with at least half of the parameters of all numbered children.
     """
-    # Children with equal parameter names are compared once: a model may have a thousand.
+    # Children with equal parameter names are compared only once, because a model may have a
+    # thousand.
     children_by_names = _numbered_children_by_names(prefix, children)
     largest = set[str]()
     most_names = 0
@@ -284,8 +283,8 @@ def _by_blocks(
         members_of.update(dict.fromkeys(names, members[index]))
     for parameter in parameters:
         members_of.get(parameter.name, outside).append(parameter)
-    # The other parameters form consecutive runs. None is larger than the largest fragment of
-    # blocks, unless a single tensor is or small blocks would cause too many runs.
+    # The other parameters form consecutive runs. No run is larger than the largest fragment of
+    # blocks, unless a single tensor is larger or small blocks would cause too many runs.
     largest = max(*map(_nbytes, members), _nbytes(outside) / most_outside)
     for parameter in outside:
         if len(members) == count or _nbytes(members[-1]) + parameter.nbytes > largest:
@@ -295,7 +294,7 @@ def _by_blocks(
 
 
 def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
-    """Puts each tensor, the largest first, into the fragment that is smallest so far."""
+    """Assigns each tensor, in order of decreasing size, to the smallest fragment so far."""
     members: list[list[int]] = [[] for _ in range(min(count, len(parameters)))]
     sizes = [0] * len(members)
     for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].nbytes, i)):
@@ -314,7 +313,7 @@ def _by_patterns(
     aliases: Mapping[str, str],
     frozen: Sequence[str],
 ) -> tuple[Fragment, ...]:
-    # The parameter for each of its names.
+    # Maps every name of a parameter to the parameter.
     parameter_of = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
     claims: dict[str, _Claim] = {}
     for index, patterns in enumerate(fragments):
@@ -325,8 +324,8 @@ def _by_patterns(
     if left_out:
         raise ValueError(
             f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no"
-            f" pattern: {_some(left_out)}. Every parameter must be in exactly one fragment. Add a"
-            " pattern for them, or freeze them."
+            f" pattern: {_some(left_out)}. Every parameter must be in exactly one fragment. Add"
+            " patterns for these parameters, or freeze them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:
@@ -335,14 +334,12 @@ def _by_patterns(
 
 
 def _matches(pattern: str, names: Collection[str], frozen: Sequence[str]) -> list[str]:
-    """Returns the names that a pattern matches; refuses a pattern that matches neither these nor
-    frozen ones.
-    """
+    """Returns the names that a pattern matches. Refuses a pattern that matches no parameter."""
     matches = [name for name in names if fnmatchcase(name, pattern)]
     if not matches and not any(fnmatchcase(name, pattern) for name in frozen):
         raise ValueError(
             f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
-            f" named_parameters(), such as {_some(names)}. Correct the pattern or take it out."
+            f" named_parameters(), such as {_some(names)}. Correct the pattern or remove it."
         )
     return matches
 
@@ -353,17 +350,17 @@ class _Claim(NamedTuple):
 
 
 def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) -> None:
-    """Records that a pattern matches a parameter by a name; refuses a second pattern."""
+    """Records that a pattern matches a parameter under a name. Refuses a second pattern."""
     first = claims.setdefault(parameter, claim)
     if first != claim:
         tied = ""
         if name != parameter:
             tied = f" (tied to {name!r})"
         raise ValueError(
-            f"fragments: the parameter {parameter!r}{tied} is claimed by two patterns,"
+            f"fragments: the parameter {parameter!r}{tied} is matched by two patterns,"
             f" {first.pattern!r} of fragment {first.fragment} and {claim.pattern!r} of fragment"
-            f" {claim.fragment}. Every parameter must be matched by exactly one. Narrow one of"
-            " them."
+            f" {claim.fragment}. Every parameter must be matched by exactly one pattern. Narrow one"
+            " of the patterns."
         )
 
 
@@ -388,7 +385,7 @@ def _fragment(parameters: Sequence[Parameter]) -> Fragment:
 def stack_of(
     shape: Sequence[int], groups: int | None = None, parts: int | None = None
 ) -> Stack | None:
-    """Returns the matrices of a parameter; None if its values are treated separately.
+    """Returns the matrices of a parameter, or None if its values are treated separately.
 
     ======================================  =================================================
     parameter                               matrices
@@ -403,12 +400,12 @@ def stack_of(
 
     Args:
         shape: The shape of the whole parameter.
-        groups: The number of groups of its convolution; None if it belongs to none.
-        parts: The number of matrices along the first dimension that a user has set instead; 0 for
-            none.
+        groups: The number of groups of the convolution, or None for other parameters.
+        parts: The number of matrices along the first dimension set by the user. 0 means no
+            matrices.
 
     Raises:
-        ValueError: If the first dimension cannot be divided into these parts.
+        ValueError: If the first dimension cannot be divided into this number of parts.
 
     Examples:
         >>> stack_of((96, 32)), stack_of((96, 32), parts=3), stack_of((96, 32), parts=0)

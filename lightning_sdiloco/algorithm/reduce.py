@@ -1,8 +1,8 @@
 """The all-reduce, which turns encoded outer gradients into their mean in every group.
 
-This is pure arithmetic on payloads; `comm.exchange` sends them. In one hop, every group sends its
-whole shard to every other group. In two hops, each group sums one part of the shard and then sends
-its mean to all.
+This module contains only arithmetic on payloads, which `comm.exchange` sends. In one hop, every
+group sends its whole shard to every other group. In two hops, each group averages one part of the
+shard and then sends the mean to all other groups.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ class Encoded(NamedTuple):
 
 
 class SecondHop(NamedTuple):
-    """One part of the mean, encoded again by the group that computed it."""
+    """A part of the mean, encoded again by the group that computed it."""
 
     payload: Tensor
     residual: Tensor
 
 
 class AllReduce:
-    """Turns the outer gradients of all groups into their mean, in one shot: every group sends its
-    whole shard to all others.
+    """The mean of all outer gradients in one shot: every group sends its whole shard to all
+    others.
     """
 
     hops = 1
@@ -50,8 +50,8 @@ class AllReduce:
         self._step = 0
 
     def at(self, step: int, choice: int | None = None) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step: itself, unless it depends on
-        chance or on the sender.
+        """Returns the all-reduce for the launch after an inner step, which is the same object
+        unless it depends on random numbers or on the sender.
         """
         compression = self.compression.at(step, choice)
         if compression is self.compression:
@@ -62,7 +62,7 @@ class AllReduce:
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
-        """Returns how many values of a shard of ``numel`` every other group sends to a group."""
+        """Returns how many of ``numel`` values of a shard every other group sends to a group."""
         return numel
 
     def encode(
@@ -72,20 +72,20 @@ class AllReduce:
         return encoded._replace(payloads=encoded.payloads * self.groups)
 
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of this group's part for all groups; returns None if the part is the
+        """Encodes the mean of this group's part for all groups. Returns None if the part is the
         whole shard.
         """
         return None
 
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Assembles the mean of a whole shard from the second hops of all groups."""
+        """Assembles the mean of a whole shard from the second-hop payloads of all groups."""
         raise NotImplementedError("there is no second hop")
 
     def mean(
         self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0
     ) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in order, so that it is
-        bit-identical in all groups.
+        """Returns the float32 mean of the groups that count. The sum has a fixed order, so the mean
+        is bit-identical in all groups.
         """
         numel = self.part_numel(like.numel(), group)
         if not numel:
@@ -97,7 +97,7 @@ class AllReduce:
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Decodes this group's payloads, just as the other groups will."""
+        """Decodes this group's payloads in the same way as the other groups."""
         decoded = torch.empty_like(like)
         if like.numel():
             self.compression.decode(payloads[0], decoded)
@@ -112,7 +112,7 @@ class AllReduce:
         tunings: Sequence[Tensor | None] | None = None,
         choices: Sequence[int] | None = None,
     ) -> Tensor:
-        """Computes the mean that all groups would get, in one process that has all gradients."""
+        """Computes the mean of all groups in a process that has all gradients."""
         tunings = tunings or [None] * self.groups
         like = gradients[0]
         sent = []
@@ -131,24 +131,22 @@ class AllReduce:
         return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes of the payload for a group, or the most if they vary."""
+        """Returns the payload bytes for a group, or the maximum if the length varies."""
         part = self.part_numel(numel, group)
         if not part:
             return 0
         return self.compression.wire_bytes(part)
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other group in a second hop; 0 if there is
-        none.
-        """
+        """Returns the bytes that a group sends to each other group in the second hop."""
         return 0
 
     def second_hops(self, numel: int) -> list[int] | None:
-        """Returns the bytes of the second hop of each group, if they differ."""
+        """Returns the second-hop bytes of each group, or None if they are equal."""
         return None
 
     def bytes_to_others(self, numel: int, group: int) -> int:
-        """Returns the bytes that a group sends to all others for a shard, without control
+        """Returns the bytes that a group sends to all other groups for a shard, without control
         vectors.
         """
         receivers = [receiver for receiver in range(self.groups) if receiver != group]
@@ -167,7 +165,9 @@ class AllReduce:
 
 
 class TwoShotAllReduce(AllReduce):
-    """Every group sums one part of the shard and sends its mean, encoded again, to all others."""
+    """Every group averages one part of the shard and sends the re-encoded mean to all other
+    groups.
+    """
 
     hops = 2
 
@@ -208,7 +208,8 @@ class TwoShotAllReduce(AllReduce):
             encoded = self._encode(_padded(gradient[part], numel), part_memory)
             payloads += encoded.payloads
             if encoded.memory is not None:
-                # One vector for all parts: joining them at the end would need twice the memory.
+                # A single vector for all parts avoids joining the parts, which would need twice the
+                # memory.
                 if new_memory is None:
                     new_memory = new_vector(gradient.numel(), gradient.device)
                 new_memory[part] = encoded.memory[: part.stop - part.start]
@@ -219,7 +220,7 @@ class TwoShotAllReduce(AllReduce):
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        # The error of the second rounding is added to the next mean, with every compression.
+        # With every compression, the error of the second rounding is added to the next mean.
         feedback = self.compression
         if not feedback.traits.remembers:
             feedback = ErrorFeedback(feedback)
@@ -273,25 +274,25 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True)
 class TwoShot:
-    """An exchange in two shots in which groups average parts of different sizes: joint allocation
-    (arXiv 2003.04544).
+    """An exchange in two shots in which groups average parts of different sizes, also called joint
+    allocation (arXiv 2003.04544).
 
-    Group g averages the share ``s_g`` of every shard. With a payload P, it sends and receives
-    ``P * (1 + (M - 2) * s_g)``, so a group behind a slow link sends least if it averages nothing.
-    The slowest link determines how long a round takes; ``"by_bandwidth"`` chooses the shares that
-    keep this link busy for the shortest time.
+    Group g averages the share ``s_g`` of every shard. With a payload P, the group sends and
+    receives ``P * (1 + (M - 2) * s_g)``, so a group behind a slow link sends the fewest bytes if
+    its share is 0. The slowest link determines the duration of a round. ``"by_bandwidth"`` chooses
+    the shares that minimise the transfer time on this link.
 
     Args:
-        parts: The shares, one number of at least 0 for each group, which add up to 1;
-            ``"by_bandwidth"`` to suit the links; or ``"equal"``, which is the same as
+        parts: A list of shares that add up to 1, with one number of at least 0 for each group.
+            ``"by_bandwidth"`` derives the shares from the links. ``"equal"`` is the same as
             ``exchange="two_shot"``.
-        links: The Gbit/s of each group's link, in the order of the groups, for ``"by_bandwidth"``.
-            If left out, a Trainer measures the links before the first launch.
+        links: The bandwidth of each group's link in Gbit/s, for ``"by_bandwidth"``. If None, a
+            Trainer measures the links before the first launch.
         backend: The library that transfers outer gradients between worker groups: ``"gloo"``, or
-            ``"nccl"`` from CUDA device to CUDA device. The results are bit-identical.
+            ``"nccl"`` between CUDA devices. The results are bit-identical.
 
     Raises:
-        ValueError: If there are neither shares nor links to use, or both.
+        ValueError: If an argument is invalid, or links are given together with shares.
 
     Examples:
         >>> TwoShot("by_bandwidth", links=[1, 1, 1, 0.5]).shares(4)
@@ -315,44 +316,45 @@ class TwoShot:
             object.__setattr__(self, "parts", parts)
         elif self.parts not in ("equal", "by_bandwidth"):
             raise ValueError(
-                f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of"
+                f"parts={self.parts!r} is unknown. Choose 'by_bandwidth', 'equal' or a list of"
                 " shares."
             )
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
                     f"links={self.links!r} was given with parts={self.parts!r}, which does not use"
-                    " it. Leave links out, or choose parts='by_bandwidth'."
+                    " links. Leave out links, or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
 
     @property
     def lacks_links(self) -> bool:
-        """True if the links must be measured first."""
+        """True if the links must be measured before the first launch."""
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
-        """Returns the exchange for measured links, in Gbit/s; links within a tenth of the fastest
-        are treated as equal.
+        """Returns the exchange for measured links in Gbit/s. Links within a tenth of the fastest
+        link are treated as equal.
         """
         fastest = max(links)
         alike = [link if link < (1 - _ALIKE) * fastest else fastest for link in links]
         return replace(self, links=[float(f"{link:.3g}") for link in alike])
 
     def shares(self, groups: int) -> tuple[float, ...] | None:
-        """Returns the share of each group, which add up to 1; None for equal parts.
+        """Returns the shares of all groups, which add up to 1, or None for equal parts.
 
         Args:
             groups: The number of worker groups.
 
         Raises:
-            ValueError: If there is not one number for each group, or the links are unknown.
+            ValueError: If the number of values does not match the number of groups, or the links
+                are unknown.
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer measures"
-                " them. Give the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1,"
-                " 0.5]); sdiloco doctor measures them."
+                f"exchange={self!r} needs the bandwidth of the links, which only a Trainer"
+                " measures. Pass the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1,"
+                " 1, 0.5]). To measure the links, run sdiloco doctor."
             )
         numbers = self.links
         if numbers is None and not isinstance(self.parts, str):
@@ -361,15 +363,15 @@ class TwoShot:
             return None
         if len(numbers) != groups:
             raise ValueError(
-                f"exchange={self!r} has {len(numbers)} numbers for {groups} worker groups. Give one"
-                " for each."
+                f"exchange={self!r} has {len(numbers)} numbers for {groups} worker groups. Pass one"
+                " number for each group."
             )
         if self.links is not None:
             if groups <= 2:
                 return None
-            # The share that each group can average in the shortest time in which a payload of 1 can
-            # pass through all links with shares that add up to 1. If these add up to more than 1,
-            # all are reduced in proportion.
+            # The share that each group can average in the shortest time in which a payload of size
+            # 1 can pass through all links with shares that add up to 1. Shares that add up to more
+            # than 1 are scaled down in proportion.
             least_time = max(1 / min(numbers), (2 * groups - 2) / fsum(numbers))
             numbers = [max(0.0, (link * least_time - 1) / (groups - 2)) for link in numbers]
         shares = tuple(number / fsum(numbers) for number in numbers)
@@ -379,7 +381,7 @@ class TwoShot:
 
     @staticmethod
     def read(data: SavedObject | str, backend: str) -> "TwoShot | str":
-        """Returns the exchange that a checkpoint describes: a name, or a `TwoShot`."""
+        """Returns the exchange that a checkpoint describes, as a name or a `TwoShot`."""
         if isinstance(data, str):
             return f"{data}:{backend}"
         return TwoShot(**dict(data["fields"], backend=backend))
@@ -397,8 +399,8 @@ def _numbers(name: str, numbers: Sequence[float], may_be_zero: bool) -> tuple[fl
         is_right = any(numbers) and min(numbers) > 0
     if not is_right:
         raise ValueError(
-            f"{name}={numbers!r} is out of range: it must be a list of {rule}, one for each worker"
-            " group."
+            f"{name}={numbers!r} is out of range: it must be a list of {rule}, with one number for"
+            " each worker group."
         )
     return tuple(numbers)
 
@@ -408,8 +410,8 @@ def _check_sum(parts: Sequence[float]) -> None:
     if abs(total - 1) > _ROUNDED:
         proportional = [float(f"{part / total:.3g}") for part in parts]
         raise ValueError(
-            f"parts={parts!r} add up to {total:g}: the shares of all groups must add up to 1. Give"
-            f" {proportional} for parts in this proportion."
+            f"parts={parts!r} add up to {total:g}, but the shares of all groups must add up to 1."
+            f" For parts in this proportion, pass {proportional}."
         )
 
 
@@ -421,9 +423,7 @@ BACKENDS = ("gloo", "nccl")
 
 
 def kind_and_backend(exchange: str | TwoShot) -> tuple[str | TwoShot, str]:
-    """Returns the kind of an exchange, and its backend: ``"two_shot:nccl"`` is ``"two_shot"`` over
-    ``"nccl"``.
-    """
+    """Splits an exchange such as ``"two_shot:nccl"`` into its kind and its backend."""
     if isinstance(exchange, str):
         kind, _, backend = exchange.partition(":")
         return kind, backend or BACKENDS[0]
@@ -431,14 +431,14 @@ def kind_and_backend(exchange: str | TwoShot) -> tuple[str | TwoShot, str]:
 
 
 def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
-    """Refuses an exchange that is unknown, or does not suit a compression."""
+    """Refuses an exchange that is unknown or does not work with a compression."""
     kind, backend = kind_and_backend(exchange)
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
-            f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a"
-            " TwoShot, each over 'gloo', on every device, or over 'nccl' between CUDA devices:"
-            " 'auto:nccl'. Choose one of them; 'auto' is the default."
+            f"exchange={exchange!r} is unknown. Choose 'auto' (the default), 'gather', 'two_shot'"
+            " or a TwoShot. Each uses 'gloo' on every device, or 'nccl' between CUDA devices, as in"
+            " 'auto:nccl'."
         )
     if not is_two_shot:
         return
@@ -449,9 +449,9 @@ def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
         why = "over='senders' depends on who sent a value"
     if why:
         raise ValueError(
-            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean"
-            " sent in the second shot shows neither and does not fit into such a payload. Leave"
-            " exchange out, or choose 'gather'."
+            f"exchange={exchange!r} does not work with compression={compression!r}, because {why}."
+            " The mean in the second shot does not contain this information and may not fit into"
+            " such a payload. Leave out exchange, or choose 'gather'."
         )
 
 
@@ -465,7 +465,9 @@ def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) 
 def all_reduce_for(
     exchange: str | TwoShot, groups: int, compression: Compression, mixing: float
 ) -> AllReduce:
-    """Makes the all-reduce of an exchange. `AllReduce.at` returns the one for a single launch."""
+    """Creates the all-reduce for an exchange. `AllReduce.at` adapts the result to a single
+    launch.
+    """
     if not is_two_shot(exchange, groups, compression):
         return AllReduce(groups, compression, mixing)
     shares = None

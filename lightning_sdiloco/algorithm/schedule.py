@@ -1,5 +1,5 @@
-"""The schedule of launches and landings: arithmetic on the number of the inner step, and on the
-landings that all groups have seen.
+"""The schedule of launches and landings, computed from the inner step number and from landings that
+are the same in all groups.
 """
 
 from abc import ABC, abstractmethod
@@ -9,26 +9,25 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 ScheduleState = Mapping[str, Any]
-"""The state of a `LaunchSchedule`, as JSON. Only the schedule interprets it."""
+"""The state of a `LaunchSchedule` as JSON, which only the schedule interprets."""
 
 
 @dataclass(frozen=True)
 class DenseBeginning:
-    """Short rounds at the beginning of a run, in which groups that have trained little together
-    exchange more often.
+    """Short rounds at the beginning of a run, in which groups exchange more often.
 
-    They are used instead of averaging gradients: everything is sent in the background, from the
-    first inner step on. In these rounds, the built-in Nesterov SGD uses less momentum, as short
-    rounds require. For an ``lr_schedule``, all of them together are the first round, with the rate
-    of that round.
+    A dense beginning replaces an initial phase of gradient averaging. All data is sent in the
+    background, from the first inner step on. In dense rounds, the built-in Nesterov SGD uses less
+    momentum, as short rounds require. An ``lr_schedule`` treats all dense rounds as the first
+    round.
 
     Args:
-        rounds: The number of short rounds of every fragment, at least 1.
-        sync_every: Inner steps between two launches of the same fragment in these rounds, at most
-            half of the run's ``sync_every``.
-        overlap_steps: Inner steps from a launch to its landing in these rounds, less than their
-            ``sync_every``. None means half of their ``sync_every``, or the run's ``overlap_steps``
-            if that is less.
+        rounds: The number of dense rounds of every fragment, at least 1.
+        sync_every: The number of inner steps between two launches of the same fragment in dense
+            rounds, at most half of the run's ``sync_every``.
+        overlap_steps: The number of inner steps from launch to landing in dense rounds, less than
+            ``sync_every``. None means half of ``sync_every``, or the run's ``overlap_steps`` if
+            this is less.
 
     Raises:
         ValueError: If an argument is out of range. The message names the argument.
@@ -52,33 +51,32 @@ class DenseBeginning:
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
                 f"dense_beginning.overlap_steps={self.overlap_steps} is out of range: it must be"
-                f" below its sync_every, which is {self.sync_every}. Choose a smaller one, or leave"
-                " it out."
+                f" below its sync_every, which is {self.sync_every}. Choose a smaller value, or"
+                " leave out overlap_steps."
             )
 
     @staticmethod
     def _require(name: str, value: object, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
-                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at"
-                f" least {least}. Choose another one; dense_beginning=None disables it."
+                f"dense_beginning.{name}={value!r} is not valid: it must be a whole number of at"
+                f" least {least}. Choose a different value, or disable the dense beginning with"
+                " dense_beginning=None."
             )
 
     @property
     def steps(self) -> int:
-        """The number of inner steps after which ordinary rounds are counted."""
+        """The number of inner steps before ordinary rounds start."""
         return self.rounds * self.sync_every
 
     def overlap(self, overlap_steps: int) -> int:
-        """Returns how many inner steps a fragment is in flight, given the run's
-        ``overlap_steps``.
-        """
+        """Returns the number of inner steps of a flight, given the run's ``overlap_steps``."""
         if self.overlap_steps is not None:
             return self.overlap_steps
         return min(self.sync_every // 2, overlap_steps)
 
     def after(self, step: int) -> "DenseBeginning | None":
-        """Returns the rest of the dense beginning for rounds that restart after an inner step.
+        """Returns the remaining dense beginning if rounds restart after an inner step.
 
         Examples:
             >>> DenseBeginning(rounds=3).after(5), DenseBeginning(rounds=3).after(9)
@@ -101,20 +99,20 @@ class DenseBeginning:
 class Schedule:
     """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
-    Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after
-    inner step ``t`` when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before ``H``
-    steps. It lands ``overlap_steps`` later.
+    Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. The fragment
+    launches after inner step ``t`` if ``t >= H + offset`` and ``(t - offset) % H == 0``, so never
+    before step ``H``. It lands ``overlap_steps`` later.
 
     The rounds of a `DenseBeginning` come first. If its ``sync_every`` is ``h``, the ``r``-th launch
     of a fragment, counted from 1, follows inner step ``r * h + floor(p * h / P)``. At inner step
     ``rounds * h``, ``t`` restarts at 0.
 
     Args:
-        sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the
+        sync_every: The number of inner steps between two launches of the same fragment (H in the
             paper).
+        overlap_steps: The number of inner steps from launch to landing (tau in the paper).
         fragments: The number of fragments (P in the paper).
-        dense: The dense beginning; None for none.
+        dense: The dense beginning, or None.
 
     Examples:
         >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
@@ -146,7 +144,7 @@ class Schedule:
 
     @property
     def dense_steps(self) -> int:
-        """The number of inner steps after which ordinary rounds are counted."""
+        """The number of inner steps before ordinary rounds start."""
         if self.dense is None:
             return 0
         return self.dense.steps
@@ -166,7 +164,7 @@ class Schedule:
 
     def is_dense(self, step: int) -> bool:
         """Returns whether a launch after an inner step belongs to the dense beginning."""
-        # The first launch after it follows at least two of its rounds later.
+        # The first launch after the dense beginning follows at least two dense rounds later.
         return self.dense is not None and step < self.dense.steps + self.dense.sync_every
 
     def is_dense_round(self, round: int) -> bool:
@@ -174,28 +172,24 @@ class Schedule:
         return round <= self.dense_rounds
 
     def overlap_of(self, step: int) -> int:
-        """Returns how many inner steps a fragment that launches after an inner step is in
-        flight.
-        """
+        """Returns the number of inner steps of a flight that launches after an inner step."""
         if self.is_dense(step):
             return self._dense_overlap
         return self.overlap_steps
 
     def overlap_of_round(self, round: int) -> int:
-        """Returns how many inner steps a fragment is in flight in a round, counted from 1."""
+        """Returns the number of inner steps of a flight in a round, counted from 1."""
         if self.is_dense_round(round):
             return self._dense_overlap
         return self.overlap_steps
 
     def offset(self, fragment: int) -> int:
-        """Returns by how many inner steps the launches of a fragment are shifted (t_p in the
-        paper).
-        """
+        """Returns the offset of a fragment's launches in inner steps (t_p in the paper)."""
         return fragment * self.sync_every // self.fragments
 
     def launch_of(self, fragment: int, round: int) -> int:
-        """Returns the inner step after which a fragment launches in a round, counted from 1; for
-        round 0, the step from which its rounds are counted.
+        """Returns the inner step after which a fragment launches in a round, counted from 1. Round
+        0 gives the step from which the fragment's rounds are counted.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -228,8 +222,8 @@ class Schedule:
         return self._due(step - self._dense_overlap, step - self.overlap_steps)
 
     def _due(self, dense_launch: int, launch: int) -> tuple[int, ...]:
-        """Returns the fragments that launched after the first inner step if that is a dense one,
-        else after the second.
+        """Returns the fragments that launched after the first given step if it is in the dense
+        beginning, and otherwise after the second given step.
         """
         dense = self.dense
         if dense is not None and self.is_dense(dense_launch) and dense_launch >= dense.sync_every:
@@ -241,7 +235,8 @@ class Schedule:
 
     def _with_offset(self, offset: int, sync_every: int) -> tuple[int, ...]:
         """Returns the fragments with this offset in rounds of ``sync_every`` inner steps."""
-        # From the first fragment whose offset is at least this one to the first with a larger one.
+        # These are the fragments from the first with at least this offset to the first with a
+        # larger offset.
         first = -(-offset * self.fragments // sync_every)
         end = -(-(offset + 1) * self.fragments // sync_every)
         return tuple(range(first, end))
@@ -259,8 +254,8 @@ class Schedule:
         return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how many times every fragment lands after the dense beginning in a run of
-        ``steps`` inner steps.
+        """Returns how often every fragment lands in a run of ``steps`` inner steps, not counting
+        the dense beginning.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
@@ -270,8 +265,8 @@ class Schedule:
         return max(0, (last_launch - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
-        """Returns how many times a fragment launches in a run of ``steps`` inner steps: in its
-        dense beginning, and after it.
+        """Returns how often a fragment launches in a run of ``steps`` inner steps, during and after
+        the dense beginning.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -286,25 +281,26 @@ class Schedule:
         return dense_launches, max(0, since_offset) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns the most inner steps that a request needs to travel with the next launch and
-        land.
+        """Returns the largest number of inner steps that a request needs to travel with the next
+        launch and land.
 
         Args:
-            since: The first inner step after which the request may be made; it may also be made
-                after any later one.
+            since: The first inner step after which the request can be made. The request can also be
+                made after any later step.
 
         Examples:
             >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=4)
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
-        # The rounds that have launched by then, and three more, of which the last two are equal.
+        # Includes the rounds that have launched by then and three more rounds. The last two are
+        # equal.
         launched_rounds = sum(self.launches_in(0, since))
         last_round = max(self.dense_rounds, launched_rounds) + 3
         launches = set[int]()
         for round in range(max(1, launched_rounds), last_round + 1):
             launches.update(self.launch_of(fragment, round) for fragment in range(self.fragments))
-        # The last round may be incomplete among these.
+        # The last round may be incomplete in this set.
         end = self.launch_of(0, last_round)
         later = sorted(launch for launch in launches if since < launch <= end)
         return max(
@@ -313,16 +309,16 @@ class Schedule:
         )
 
     def table(self, first: int = 1, last: int | None = None) -> str:
-        """Returns the schedule as text, one line for each inner step after which a fragment
+        """Formats the schedule as a table with one line for each inner step after which a fragment
         launches or lands.
 
         Args:
             first: The first inner step of the table.
-            last: The last inner step of the table; by default, the end of the second round after
+            last: The last inner step of the table. The default is the end of the second round after
                 the dense beginning.
 
         Returns:
-            The table, with the columns step, launches, lands.
+            A table with the columns step, launches and lands.
         """
         if last is None:
             last = self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps
@@ -339,13 +335,13 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """A launch as all groups see it once it has landed, which is the same in all of them.
+    """The data about a landed launch, which is the same in all groups.
 
     Attributes:
         fragment: The number of the fragment.
         launched_at: The inner step of the launch, as counted by `LaunchSchedule.due`.
         present: The groups that counted in the mean, in ascending order.
-        norms: The norm of the outer gradient of each group, before any compression.
+        norms: The norm of each group's outer gradient before compression.
         trained: The number of micro-batches that each group trained since its last launch of the
             fragment.
 
@@ -363,11 +359,12 @@ class Heard(NamedTuple):
 
 
 class LaunchSchedule(ABC):
-    """Decides after which inner steps fragments launch. They land ``overlap_steps`` later.
+    """Decides after which inner steps fragments launch. Fragments land ``overlap_steps`` later.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. A
-    fragment in flight must not be due. The first launch of every fragment follows the `Schedule`:
-    until all have landed once, evaluation shows the mean of the groups.
+    Make a launch schedule a frozen dataclass, because its ``repr`` is compared between ranks and
+    with the checkpoint. A fragment in flight must not be due. The first launch of every fragment
+    follows the `Schedule`. Until all fragments have landed once, evaluation uses the mean of the
+    groups.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -389,8 +386,8 @@ class LaunchSchedule(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: The schedule of the run: ``sync_every``, ``overlap_steps``, and the number of
-                fragments.
+            schedule: The schedule of the run, with ``sync_every``, ``overlap_steps`` and the number
+                of fragments.
         """
 
     @abstractmethod
@@ -407,10 +404,11 @@ class LaunchSchedule(ABC):
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        """Returns the most inner steps that a request needs to travel with a launch and land.
+        """Returns the largest number of inner steps that a request needs to travel with a launch
+        and land.
 
         Args:
-            schedule: As for `start`.
+            schedule: The schedule of the run.
             since: The first inner step after which the request may be made.
         """
         return schedule.longest_wait(since)
@@ -418,7 +416,7 @@ class LaunchSchedule(ABC):
 
 @dataclass(frozen=True)
 class Every(LaunchSchedule):
-    """Launches every fragment every ``sync_every`` inner steps: the schedule itself."""
+    """Launches every fragment once every ``sync_every`` inner steps, as in the `Schedule`."""
 
     def start(self, schedule: Schedule) -> ScheduleState:
         return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}
@@ -432,23 +430,23 @@ class Every(LaunchSchedule):
 
 @dataclass(frozen=True)
 class Selective(LaunchSchedule):
-    """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for
-    worker groups.
+    """Launches less often while outer gradients hardly change, as in SelSync (arXiv 2307.07950).
 
     A group's rate is the norm of its outer gradient divided by the number of inner steps that it
     trained. If every group's rate differs by less than the relative ``threshold`` from its rate at
-    the previous launch, the number of inner steps to the next launch doubles, up to
-    ``most * sync_every``; otherwise, it returns to ``sync_every``. The next outer gradient contains
-    all training since the last one. This saves bytes, not peak bandwidth.
+    the previous launch, the number of inner steps to the next launch doubles, up to ``most *
+    sync_every``. Otherwise, the interval returns to ``sync_every``. The next outer gradient
+    contains all training since the last launch. This schedule saves bytes but does not lower the
+    peak bandwidth.
 
     Args:
-        threshold: The smallest relative change of a rate that matters, at least 0. With 0,
+        threshold: The smallest relative change of a rate that is not ignored, at least 0. With 0,
             fragments never launch less often.
         most: The longest interval between two launches of a fragment, as a multiple of
             ``sync_every``, at least 1.
 
     Raises:
-        ValueError: If either is out of range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> schedule = Selective(threshold=0.3, most=4)
@@ -477,8 +475,8 @@ class Selective(LaunchSchedule):
             raise ValueError(f"{name}={value!r} is not a {kind}.")
         if not value >= least:
             raise ValueError(
-                f"{name}={value!r} is out of range: it must be at least {least}. Choose another"
-                " one."
+                f"{name}={value!r} is out of range: it must be at least {least}. Choose a larger"
+                " value."
             )
 
     def start(self, schedule: Schedule) -> ScheduleState:
@@ -512,12 +510,14 @@ class Selective(LaunchSchedule):
         return new_state
 
     def _is_calm(self, before: list[float], rates: list[float], present: Sequence[int]) -> bool:
-        """Returns whether no present group's rate has changed by as much as the threshold."""
+        """Returns whether the rates of all present groups have changed by less than the
+        threshold.
+        """
         if not present or not any(before) or self.threshold == 0:
             return False
         return all(
             rates[group] == before[group] == 0
-            # Multiplied, not divided: a group may not have moved before.
+            # The threshold is multiplied, because the previous rate may be 0.
             or abs(rates[group] - before[group]) < self.threshold * before[group]
             for group in present
         )
@@ -529,13 +529,13 @@ class Selective(LaunchSchedule):
 
 
 class Timetable:
-    """Determines after which inner steps of a run fragments launch and land: first in the dense
-    beginning, and then by a launch schedule, which takes the landings into account.
+    """The launches and landings of a run. After the dense beginning, a launch schedule decides,
+    based on previous landings.
 
     Args:
-        schedule: The schedule of the rounds, with the rest of the dense beginning.
+        schedule: The schedule of the rounds, with the remaining dense beginning.
         launches: The launch schedule.
-        began_at: The inner step of the run after which the rounds began.
+        began_at: The inner step of the run after which the rounds started.
 
     Attributes:
         state: The state of the launch schedule.
@@ -563,22 +563,20 @@ class Timetable:
         return self.schedule.is_dense(step - self.began_at)
 
     def counted_in_rounds(self, step: int) -> int:
-        """Returns the number of inner steps since ordinary rounds began to be counted."""
+        """Returns the number of inner steps since the end of the dense beginning."""
         return step - self.began_at - self.schedule.dense_steps
 
     def lands_at(self, launched_at: int) -> int:
-        """Returns the inner step after which a flight lands. Flights land in the order of their
-        launches.
-        """
+        """Returns the inner step after which a flight lands. Flights land in launch order."""
         return launched_at + self.schedule.overlap_of(launched_at - self.began_at)
 
     def longest_wait(self, step: int) -> int:
-        """Returns the most inner steps that a request needs to travel with a launch and land, if it
-        is made after this inner step or a later one.
+        """Returns the largest number of inner steps until a request that is made after this inner
+        step, or later, lands with a launch.
         """
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def note(self, landing: Heard) -> None:
-        """Records a landing, whose launch is given as an inner step of the run."""
+        """Records a landing. The launch is given as an inner step of the run."""
         launched_at = self.counted_in_rounds(landing.launched_at)
         self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -1,5 +1,5 @@
-"""The control vector of a launch, and the weights of groups in a mean, which follow from it and are
-therefore the same in all groups.
+"""The control vector of a launch, and the weights of groups in a mean. The weights depend only on
+control vectors and are therefore the same in all groups.
 """
 
 import struct
@@ -29,34 +29,37 @@ _CONTROL = struct.Struct("<IIHeIqdQBf3x")
 
 CONTROL_BYTES = _CONTROL.size
 
-# The largest number of a half-precision float.
+# The largest half-precision number.
 _LONGEST_STEP = 65504.0
 
-# A group that is left out this many times in a row will not recover.
+# The number of times in a row that a group can be left out before the run ends.
 _MOST_LEFT_OUT = 3
 
 
 def combined(digests: list[int]) -> int:
-    """Returns the digest of a whole, given the digests of its shards."""
+    """Combines the digests of shards into a single digest."""
     return (sum(digests) + 2**63) % 2**64 - 2**63
 
 
 class Control(NamedTuple):
-    """The control vector of a rank, or of a group once its ranks are merged.
+    """The control vector of a rank, or of a group after merging its ranks.
 
     Attributes:
-        fragment: The fragment that is launched.
+        fragment: The launched fragment.
         step: The inner step of the launch.
-        requests: The rank's requests to all groups, one bit each, such as a request to stop.
+        requests: The rank's requests to all groups, such as stopping, with one bit for each
+            request.
         weight: The number of micro-batches that the group trained since its last launch of the
             fragment, summed over its ranks.
-        digest: The digest of the outer parameters and buffers of the fragment.
+        digest: The digest of the fragment's outer parameters and buffers.
         norm_squared: The squared norm of the outer gradient.
-        changed: The buffers of the fragment that changed since its last landing, one bit each.
+        changed: The fragment's buffers that changed since its last landing, with one bit for each
+            buffer.
         finite: True if the outer gradient is finite.
-        step_time: The duration of an inner step in seconds, to three digits; 0 if unknown.
-        buffers: The size of the buffers that changed, as a multiple of the outer ones; 0 if none
-            changed.
+        step_time: The duration of an inner step in seconds, rounded to three digits, or 0 if
+            unknown.
+        buffers: The size of the changed buffers as a multiple of the outer buffers, or 0 if no
+            buffer changed.
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
@@ -77,17 +80,17 @@ class Control(NamedTuple):
 
     @property
     def norm(self) -> float:
-        """The norm of the outer gradient, before any compression."""
+        """The norm of the outer gradient before compression."""
         return sqrt(self.norm_squared)
 
     def packed(self) -> bytearray:
-        """Returns the control vector as ``CONTROL_BYTES`` bytes."""
+        """Packs the control vector into ``CONTROL_BYTES`` bytes."""
         step_time = min(self.step_time, _LONGEST_STEP)
         return bytearray(_CONTROL.pack(*self[:3], step_time, *self[3:-2], self.buffers))
 
     @staticmethod
     def unpacked(packed: bytearray | memoryview) -> "Control":
-        """Reads a control vector back from its bytes."""
+        """Unpacks a control vector from its bytes."""
         *fields, buffers = _CONTROL.unpack(packed)
         step_time = fields.pop(3)
         control = Control._make([*fields, step_time, buffers])
@@ -95,11 +98,11 @@ class Control(NamedTuple):
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
-        """Returns the control vector of a group, given those of its ranks, so that all shards of a
-        fragment make the same decisions.
+        """Merges the control vectors of a group's ranks, so all shards of a fragment make the same
+        decisions.
 
-        A buffer has changed in a group if it has changed on one of its ranks; the first rank sends
-        it. A group has trained if all its ranks have.
+        A buffer has changed in a group if it has changed on any rank, and the first rank sends it.
+        A group has trained if all its ranks have trained.
         """
         weight = 0
         if all(rank.weight for rank in ranks):
@@ -116,14 +119,14 @@ class Control(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How much each group counts in one mean.
+    """The weights of groups in a mean, and the groups that are left out.
 
     Attributes:
-        factors: The groups that count, in order, each with the factor of its outer gradient. The
+        factors: The groups that count, in order, with the factors of their outer gradients. The
             mean is the sum of the products divided by the number of these groups. A factor of 1
-            changes no bit.
+            leaves every bit unchanged.
         outlying: The groups that the guard leaves out.
-        wrong_buffers: The groups that count without their buffers, which are too large.
+        wrong_buffers: The groups that count, but without their buffers, which are too large.
 
     Examples:
         >>> gradients, count = (3.0, 100.0, 5.0), Count({0: 1.0, 2: 1.0}, outlying=(1,))
@@ -141,24 +144,23 @@ def plain(controls: Sequence[Control]) -> Count:
 
 
 def by_training(weights: Mapping[int, int]) -> dict[int, float]:
-    """Returns the factors of the groups that count, given the inner steps that each trained."""
+    """Returns the factors of groups, given the number of inner steps that each group trained."""
     total = sum(weights.values())
-    # In this order, a whole number is divided by a whole number: exactly 1 if the weights are
-    # equal.
+    # In this order, whole numbers are divided, so the result is exactly 1 if the weights are equal.
     return {group: len(weights) * weight / total for group, weight in weights.items()}
 
 
 WeighingState = Any
-"""The state of a `Weighing` for one fragment, as JSON. Only the weighing interprets it."""
+"""The state of a `Weighing` for a fragment as JSON, which only the weighing interprets."""
 
 
 class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
-    It decides from values that the groups sent, never from values that only one group has, so its
-    results are bit-identical everywhere. Make it a frozen dataclass: its ``repr`` is compared
-    between ranks, and with the checkpoint's. Its state for each fragment is plain JSON, and changes
-    only when a flight lands.
+    Decisions depend only on values that the groups sent, never on values that only one group has,
+    so results are bit-identical everywhere. Make a weighing a frozen dataclass, because its
+    ``repr`` is compared between ranks and with the checkpoint. The state for each fragment is plain
+    JSON and changes only when a flight lands.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Weighing(ABC):
     """
 
     def start(self, groups: int) -> WeighingState:
-        """Returns the state of a fragment before its first launch; by default there is none.
+        """Returns the state of a fragment before its first launch. The default is None.
 
         Args:
             groups: Number of worker groups.
@@ -184,42 +186,42 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: The control vector of every group. A group that is not finite, or whose weight
-                is 0, must not count.
+            controls: The control vectors of all groups. A group must not count if it is not finite
+                or if its weight is 0.
             state: The state of the fragment.
         """
 
     def heard(self, controls: Sequence[Control], state: WeighingState) -> WeighingState:
-        """Returns the state after the landing, from the arguments of `count`; by default, the same
-        state.
+        """Returns the state after the landing, given the arguments of `count`. The default keeps
+        the state.
         """
         return state
 
     def joined(self, states: Sequence[WeighingState], groups: int) -> WeighingState:
-        """Returns the state of a fragment whose parameters come from other fragments; by default a
-        fresh state.
+        """Returns the state of a fragment whose parameters come from other fragments. The default
+        is a new state.
 
-        The model is divided again when parameters are frozen or become trainable, and when a run
+        The model is divided again if parameters are frozen or become trainable, or if a run
         restarts.
 
         Args:
-            states: The states of the fragments that contained its parameters.
-            groups: Number of worker groups, as before.
+            states: The states of the fragments that contained the parameters.
+            groups: The number of worker groups, which is unchanged.
         """
         return self.start(groups)
 
 
 @dataclass(frozen=True)
 class Aggregation(Weighing):
-    """Weights groups by how much they trained; clips and guards their outer gradients.
+    """Weights groups by the amount of training, and clips and guards their outer gradients.
 
-    The state of a fragment has a `Past` for the lengths of each group, and one for the sizes of its
-    buffers.
+    For each group, the state of a fragment contains a `Past` of lengths and a `Past` of buffer
+    sizes.
 
     Args:
-        clip_norm: The norm to which longer outer gradients are scaled down; None disables clipping.
-        guard: A group is left out if its norm is more than this many times the usual one according
-            to `outlying`; None disables the guard.
+        clip_norm: The norm to which longer outer gradients are scaled down. None disables clipping.
+        guard: A group is left out if its norm is more than this many times the usual norm; see
+            `outlying`. None disables the guard.
     """
 
     clip_norm: float | None = None
@@ -246,13 +248,13 @@ class Aggregation(Weighing):
     def _lengths(self, controls: Sequence[Control]) -> dict[int, Length]:
         lengths = dict[int, Length]()
         for group, control in enumerate(controls):
-            # Groups launch after the same inner steps, so their learning rates are the same.
+            # Groups launch after the same inner steps, so their learning rates are equal.
             if control.finite and control.weight > 0:
                 lengths[group] = Length(control.norm, control.weight)
         return lengths
 
     def _outliers(self, lengths: Mapping[int, Length], state: Sequence[object]) -> tuple[int, ...]:
-        # A single group has no others to protect.
+        # A single group has no other groups to protect.
         if self.guard is None or len(state) == 1:
             return ()
         return tuple(outlying(lengths, _pasts(state), self.guard))
@@ -282,7 +284,9 @@ class Aggregation(Weighing):
 
     @override
     def joined(self, states: Sequence[Sequence[object]], groups: int) -> list[WeighingState]:
-        """Returns the joined lengths of these fragments: those of a part are at most as long."""
+        """Joins the lengths of fragments. The results are upper bounds for the lengths of any
+        part.
+        """
         joined = list[WeighingState]()
         for group in range(groups):
             joined.append(joined_pasts([Past.read(state[group]) for state in states]).plain())
@@ -300,13 +304,12 @@ def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
 
 
 class Weighed(NamedTuple):
-    """The states of a weighing, by the parameters of each fragment, so that they survive a new
-    partition.
+    """The states of a weighing, stored by parameter names so they survive a new partition.
 
     Attributes:
-        weighing: The weighing, as text.
+        weighing: The weighing as text.
         groups: Number of worker groups.
-        states: The state of each fragment, by the names of its parameters.
+        states: The states of the fragments, by the names of their parameters.
     """
 
     weighing: str
@@ -316,16 +319,14 @@ class Weighed(NamedTuple):
     def state_for(
         self, names: Sequence[str], weighing: Weighing, text: str, groups: int
     ) -> WeighingState:
-        """Returns the state of a fragment with these parameters, for a weighing, its text and a
-        number of groups.
-        """
+        """Returns the state of a fragment with these parameters, or a new state if none matches."""
         sources = {
             names_before: state
             for names_before, state in self.states.items()
             if not set(names_before).isdisjoint(names)
         }
         all_were_weighed = set(names) <= set[str]().union(*sources)
-        # If the number of groups differs, so do the groups, and parameters that were frozen have no
+        # If the number of groups differs, the groups differ. Parameters that were frozen have no
         # norms.
         if not all_were_weighed or text != self.weighing or groups != self.groups:
             return weighing.start(groups)
@@ -335,11 +336,10 @@ class Weighed(NamedTuple):
 
 
 class Exclusions:
-    """Detects when a group begins to be left out, so that this is logged once and not at every
-    landing.
+    """Detects when a group starts to be left out, so the event is logged only once.
 
-    The exclusion ends when the group has counted for `REMEMBERED` rounds. Fragments launched before
-    that belong to the same exclusion.
+    The exclusion ends when the group has counted for `REMEMBERED` rounds. Earlier launches belong
+    to the same exclusion.
 
     Examples:
         >>> exclusions = Exclusions()
@@ -348,22 +348,18 @@ class Exclusions:
     """
 
     def __init__(self) -> None:
-        # The inner step of the last launch from which each group was left out.
+        # Maps each group to the inner step of the last launch that left it out.
         self._last_left_out: dict[int, int] = {}
 
     def begins(self, group: int, step: int, sync_every: int) -> bool:
-        """Records that a group was left out of a launch after an inner step; returns True if that
-        is new.
-        """
+        """Records that a launch left out a group. Returns True if this starts a new exclusion."""
         last = self._last_left_out.get(group)
         self._last_left_out[group] = step
         return last is None or step - last > REMEMBERED * sync_every
 
 
 class Absences:
-    """Counts how many times in a row each group was left out because its values were not finite;
-    too many times is an error.
-    """
+    """Counts how many times in a row each group was left out because its values were not finite."""
 
     def __init__(self, groups: int) -> None:
         self._in_a_row = [0] * groups
@@ -375,17 +371,17 @@ class Absences:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
                 # A fragment that was launched before the group recovered reports the same event
-                # again. Launches come first in an inner step, so those of the recovery's step also
-                # do.
+                # again. Launches precede landings in an inner step, so launches in the step of the
+                # recovery also report it again.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
-                f" {_MOST_LEFT_OUT} times in a row: the other groups train without it. Look at that"
-                " group's data and learning rate, and resume from a checkpoint, for example with"
-                " gradient clipping."
+                f" {_MOST_LEFT_OUT} times in a row, so the other groups train without it. Check the"
+                " data and learning rate of this group, and resume from a checkpoint, for example"
+                " with gradient clipping."
             )
 
     def state_dict(self) -> dict[str, list[int]]:

@@ -1,9 +1,8 @@
-"""The encoding of outer gradients for the wire: one interface, and one family of compressions per
-file.
+"""The compressions, which encode outer gradients for the wire. Each file contains one family.
 
-A compression turns a flat float32 tensor into a uint8 payload of known or limited size, and back.
-It is a frozen choice; its state, if any, is passed in and returned. This package depends only on
-tensors: no model, process group or settings.
+A compression converts a flat float32 tensor into a uint8 payload of known or limited size, and
+back. Compressions are immutable, and their state is passed in and returned. This package depends
+only on tensors, and not on models, process groups or settings.
 """
 
 from lightning_sdiloco.compression.base import Compression, State, Traits, weighted_mean

@@ -12,14 +12,14 @@ from lightning_sdiloco.memory import new_vector
 
 
 class State(NamedTuple):
-    """The state of a compression for one shard, which it keeps between launches.
+    """The state of a compression for one shard, which is kept between launches.
 
     A new state takes effect when the flight lands, if the payload counted in the mean.
 
     Attributes:
-        memory: The error of earlier launches, which is added to the next outer gradient: a float32
-            tensor of the same shape, or None.
-        tuning: Numbers that later launches reuse, such as thresholds: a float32 tensor of any
+        memory: The error of earlier launches as a float32 tensor of the same shape, or None. The
+            error is added to the next outer gradient.
+        tuning: Numbers that later launches reuse, such as thresholds, as a float32 tensor of any
             length, or None.
     """
 
@@ -31,19 +31,19 @@ class Traits(NamedTuple):
     """Properties of a compression that determine where it can be used.
 
     Attributes:
-        share: The share of the values that each group chooses for itself; 1 if all groups send the
-            same values.
-        suits_sums: True if the mean of several groups can be sent in a payload of the same size.
-            False if every group chooses the values it sends, because the mean then has more values
-            than fit.
+        share: The share of values that each group chooses independently, or 1 if all groups send
+            the same values.
+        suits_sums: True if the mean of several groups fits into a payload of the same size. False
+            if every group chooses the values that it sends, because the mean then has more values.
         counts_senders: True if the mean of a value is taken over the groups that sent it, as marked
-            by `Compression.places`, and not over all groups.
-        varies: True if payloads may be shorter than `Compression.wire_bytes`, which is then an
+            by `Compression.places`, instead of all groups.
+        varies: True if payloads can be shorter than `Compression.wire_bytes`, which is then an
             upper bound.
-        remembers: True if the error is added to the next outer gradient, as `State.memory`.
-        values: The encoding of the values that are sent; None for the compression itself.
-        hub_code: The name of the code that lets a hub, which has no torch, read and average
-            payloads; None if there is none.
+        remembers: True if the error is stored in `State.memory` and added to the next outer
+            gradient.
+        values: The encoding of the values that are sent, or None for the compression itself.
+        hub_code: The name of the code with which a hub without torch reads and averages payloads,
+            or None.
     """
 
     share: float = 1.0
@@ -56,14 +56,14 @@ class Traits(NamedTuple):
 
 
 class Compression(ABC):
-    """Turns a flat float32 outer gradient into bytes and back.
+    """Converts a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice: instances are immutable, compare by value and contain no tensors. The
-    engine keeps their state between launches. Encoding and decoding use only integer and correctly
-    rounded operations, so all groups decode the same bytes to bit-identical values.
+    Compressions are immutable, compare by value and contain no tensors. The engine keeps the state
+    of a compression between launches. Encoding and decoding use only integer operations and
+    correctly rounded operations, so all groups decode the same bytes to bit-identical values.
 
-    Implement `wire_bytes`, `encode` and `decode`. A compression that keeps something between
-    launches also implements `encode_launch`, which takes and returns a `State`.
+    Implement `wire_bytes`, `encode` and `decode`. A compression that keeps state between launches
+    also implements `encode_launch`, which takes and returns a `State`.
 
     Examples:
         >>> from lightning_sdiloco.compression import FP4
@@ -74,15 +74,15 @@ class Compression(ABC):
     """
 
     def __repr__(self) -> str:
-        """Returns the class and its arguments. Ranks compare this text to check that they use the
-        same compression.
+        """Returns the class and its arguments. Ranks compare this text to check that their
+        compressions are equal.
         """
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact size in bytes of the payload of ``numel`` values, including scales and
+        """Returns the exact payload size of ``numel`` values in bytes, including scales and
         padding.
         """
 
@@ -91,8 +91,8 @@ class Compression(ABC):
         """Encodes values for the wire.
 
         Args:
-            values: A contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be
-                encoded as anything, because a group that has one is left out of the mean.
+            values: A contiguous float32 tensor of shape ``(numel,)``. Non-finite values can be
+                encoded in any way, because a group with such values is left out of the mean.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -104,42 +104,42 @@ class Compression(ABC):
 
         Args:
             payload: A uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
+            out: A contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes the values stretch by stretch, so that long vectors need little memory.
+        """Decodes the values in stretches, so long vectors need little memory.
 
-        By default, there is one stretch: the whole vector.
+        By default, the whole vector is a single stretch.
 
         Args:
             payload: The payload that `encode` returned.
             numel: The number of values.
 
         Yields:
-            The slice of a stretch, and its values, which you may overwrite. The next stretch may
-            reuse the memory.
+            The slice and the values of each stretch. You may overwrite the values. The next stretch
+            may reuse their memory.
         """
         values = new_vector(numel, payload.device)
         self.decode(payload, values)
         yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Computes the mean of several decoded payloads, each multiplied by its factor, summed in
-        order.
+        """Computes the mean of decoded payloads, multiplied by their factors and summed in order.
 
-        By default, this works in `stretches`, so decoding needs the memory of one stretch. With
-        `Traits.counts_senders`, the mean of a value is taken over the groups that have sent it, and
-        is 0 if none has.
+        By default, payloads are decoded in `stretches`, so decoding needs the memory of a single
+        stretch. With `Traits.counts_senders`, the mean of a value is taken over the groups that
+        have sent it. If no group has sent the value, the mean is 0.
 
         Args:
             sent: The payloads and their factors. Without payloads, the mean is zero.
-            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
+            out: A contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
         for payload, factor in sent:
             for stretch, values in self.stretches(payload, out.numel()):
-                # Two separate roundings, because only some processors have a fused multiply-add.
+                # The product and the sum are rounded separately, because some processors have no
+                # fused multiply-add.
                 if factor != 1:
                     values.mul_(factor)
                 out[stretch] += values
@@ -158,48 +158,50 @@ class Compression(ABC):
 
         Args:
             payload: The payload that `encode` returned.
-            out: Contiguous float32 tensor of shape ``(numel,)``. It is set to 1 for values that
-                were sent, and to 0 elsewhere.
+            out: A contiguous float32 tensor of shape ``(numel,)``, which is set to 1 for values
+                that were sent and to 0 for other values.
         """
         out.fill_(1.0)
 
     @property
     def traits(self) -> Traits:
-        """The properties of the compression; by default, those of one that sends all values."""
+        """The properties of the compression. By default, all values are sent."""
         return Traits()
 
     def encode_launch(self, gradient: Tensor, state: State, mixing: float) -> tuple[Tensor, State]:
-        """Encodes the outer gradient of a launch; by default, there is no state.
+        """Encodes the outer gradient of a launch. By default, there is no state.
 
         Args:
             gradient: The outer gradient, as for `encode`.
-            state: The state that the last launch of this shard that counted returned. Do not modify
+            state: The state returned by the last launch of this shard that counted. Do not modify
                 its tensors.
-            mixing: The share of the local parameters that is kept at a landing. They keep the same
-                share of what was not sent, so the next outer gradient contains it.
+            mixing: The share of the local parameters that is kept at a landing. The local
+                parameters keep the same share of the values that were not sent, so the next outer
+                gradient contains this share.
 
         Returns:
-            The payload, and the new state.
+            The payload and the new state.
         """
         return self.encode(gradient), State()
 
     def at(self, step: int, choice: int | None = None) -> "Compression":
-        """Returns the compression for a launch: itself, unless it depends on chance or on the
-        sender.
+        """Returns the compression for a launch, which is the same object unless it depends on
+        random numbers or on the sender.
 
         Args:
             step: The inner step of the launch.
-            choice: The code that the sender chose, as returned by `choice`; None if unknown.
+            choice: The code chosen by the sender, as returned by `choice`, or None if unknown.
         """
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns the number of the code that a sender uses for a launch; 0 if there is only one.
+        """Returns the index of the code that a sender uses for a launch. It is 0 if there is only
+        one code.
 
         Args:
-            numel: Number of values.
-            bytes_per_s: The bandwidth of the sender's link to each receiver; 0 if unknown.
-            overlap_s: The seconds from the launch to the landing; NaN if unknown.
+            numel: The number of values.
+            bytes_per_s: The bandwidth of the sender's link to each receiver, or 0 if unknown.
+            overlap_s: The seconds from launch to landing, or NaN if unknown.
         """
         return 0
 
@@ -207,13 +209,12 @@ class Compression(ABC):
 def weighted_mean(
     parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None
 ) -> Tensor:
-    """Returns the mean of decoded outer gradients, each multiplied by its factor, possibly in
-    place.
+    """Returns the mean of decoded outer gradients, multiplied by their factors. May work in place.
 
     Args:
-        parts: The outer gradients, in the order in which they are summed.
-        like: A tensor of their shape and on their device.
-        senders: The number of groups that sent each value, if the mean is taken over these.
+        parts: The outer gradients and their factors, in the order of summation.
+        like: A tensor of the same shape and on the same device.
+        senders: The number of groups that sent each value, if the mean is taken over the senders.
     """
     total = torch.zeros_like(like)
     count = 0
@@ -228,14 +229,16 @@ def weighted_mean(
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
-    """Divides a sum in place by its number of groups, if there are any, and returns it."""
+    """Divides a sum in place by the number of groups, unless this is 0, and returns the sum."""
     if groups == 0:
         return total
     return total.div_(total.new_full((), groups))
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to process at a time: on a CPU, as many as fit into its cache."""
+    """Returns how many values to process at a time. On a CPU, this number of values fits into the
+    cache.
+    """
     if device.type == "cpu":
         return 1 << 17
     return 1 << 23
@@ -250,7 +253,7 @@ def is_positive_int(number: object) -> TypeGuard[int]:
 
 
 def forwarded(to: str, *names: str) -> Any:
-    """Makes methods that call the methods of the same names on the object in an attribute."""
+    """Creates methods that forward calls to the object in an attribute."""
     return [_forwarding(to, name) for name in names]
 
 

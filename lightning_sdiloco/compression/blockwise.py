@@ -1,12 +1,12 @@
 """Compressions with one scale per block of values and a few bits per value.
 
-A payload of ``numel`` values consists of the scales of ``ceil(numel / block)`` blocks, then the
-codes, ``bits`` for each value. Payloads are not padded to whole blocks, and blocks are independent
-of each other. A long vector is encoded and decoded one chunk of blocks at a time, so that
-intermediate values fit into the processor's cache.
+A payload of ``numel`` values consists of the scales of ``ceil(numel / block)`` blocks, followed by
+the codes with ``bits`` bits per value. Payloads are not padded to whole blocks, and blocks are
+independent of each other. Long vectors are encoded and decoded in chunks of blocks, so intermediate
+values fit into the processor's cache.
 
 Bits are compared as whole numbers, and products and quotients are correctly rounded, so every
-processor gives the same codes. `fp4` has a separate file, because it is also written in C.
+processor produces the same codes. `fp4` has a separate file, because it is also implemented in C.
 """
 
 from abc import abstractmethod
@@ -27,26 +27,22 @@ _EXPONENT = 23  # the position of the exponent in a float32
 
 
 class Blockwise(Compression):
-    """Writes one scale per block, and codes that do not cross byte boundaries. Subclasses encode
-    and decode whole blocks.
+    """A compression with a scale for each block and codes that do not cross byte boundaries.
+    Subclasses encode and decode whole blocks.
 
     Attributes:
-        block: The number of values under one scale, a multiple of 32.
-        bits: The bits of a code: 2, 4 or 8.
+        block: The number of values that share a scale, which is a multiple of 32.
+        bits: The number of bits of a code: 2, 4 or 8.
         scale: The dtype of a scale.
 
     Examples:
-        >>> class Signs(Blockwise):
-        ...     # The signs of 32 values, a byte each, and their largest magnitude.
-        ...     block, bits, scale = 32, 8, torch.float32
-        ...     def encode_blocks(self, values):
-        ...         return values.abs().amax(1), values > 0
-        ...     def decode_blocks(self, scales, codes):
-        ...         return (codes * 2.0 - 1) * scales[:, None]
-        >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32)
-        >>> Signs().decode(Signs().encode(values), decoded)
-        >>> Signs().wire_bytes(32), decoded[:2].tolist()
-        (36, [3.0, -3.0])
+        >>> class Signs(Blockwise): ...     # The signs of 32 values, in one byte each, and the
+        largest magnitude. ...     block, bits, scale = 32, 8, torch.float32 ...     def
+        encode_blocks(self, values): ...         return values.abs().amax(1), values > 0 ...     def
+        decode_blocks(self, scales, codes): ...         return (codes * 2.0 - 1) * scales[:, None]
+        >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32) >>>
+        Signs().decode(Signs().encode(values), decoded) >>> Signs().wire_bytes(32),
+        decoded[:2].tolist() (36, [3.0, -3.0])
     """
 
     block: ClassVar[int]
@@ -61,8 +57,8 @@ class Blockwise(Compression):
             values: A float32 tensor of shape ``(blocks, block)``, which must not be modified.
 
         Returns:
-            The scales, of dtype ``scale`` and shape ``(blocks,)``, and a code for each value, below
-            ``2 ** bits``.
+            The scales, with dtype ``scale`` and shape ``(blocks,)``, and a code below ``2 ** bits``
+            for each value.
         """
 
     @abstractmethod
@@ -71,28 +67,28 @@ class Blockwise(Compression):
 
         Args:
             scales: The scales, as returned by `encode_blocks`.
-            codes: Bytes of shape ``(blocks, block * bits / 8)``, the first code of a byte in its
-                lowest bits.
+            codes: Bytes of shape ``(blocks, block * bits / 8)``. The lowest bits of a byte contain
+                its first code.
 
         Returns:
             A new float32 tensor of shape ``(blocks, block)``.
         """
 
     def pad(self, values: Tensor) -> Tensor:
-        """Pads values to whole blocks, with zeros."""
+        """Pads values to whole blocks with zeros."""
         return _padded(values, self.block)
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the bytes of a scale for each block, including a partial one, and a byte for each
-        ``8 / bits`` values.
+        """Returns the payload size: a scale for each whole or partial block, and one byte for ``8 /
+        bits`` values.
         """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes values. A block with a value that is not finite may become anything; other blocks
-        are not affected.
+        """Encodes values. The result for a block with a non-finite value is undefined, but other
+        blocks are not affected.
         """
         numel = values.numel()
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
@@ -117,8 +113,7 @@ class Blockwise(Compression):
             "the payload belongs to a vector of another size"
         )
         scales, codes = payload.tensor_split([self._scale_bytes(numel)])
-        # A payload may start at an odd address of a gathered buffer, where wider types cannot view
-        # it.
+        # A payload may start at an odd address of a gathered buffer, which wider types cannot view.
         scales = scales.clone().view(self.scale)
         for chunk in chunks(numel, payload.device):
             chunk_scales = scales[self._blocks(chunk)]
@@ -130,26 +125,27 @@ class Blockwise(Compression):
         return self.scale.itemsize * -(-numel // self.block)
 
     def _blocks(self, chunk: slice) -> slice:
-        """Returns the blocks of a chunk of values, which starts with a whole block."""
+        """Returns the blocks of a chunk of values. The chunk starts with a whole block."""
         return slice(chunk.start // self.block, -(-chunk.stop // self.block))
 
     def _code_bytes(self, chunk: slice) -> slice:
-        """Returns the bytes with the codes of a chunk of values, which starts with a whole byte."""
+        """Returns the bytes with the codes of a chunk. The chunk starts with a whole byte."""
         return slice(chunk.start * self.bits // 8, -(-chunk.stop * self.bits // 8))
 
 
 class Leveled(Blockwise):
-    """Uses the same levels in all blocks, multiplied by the block's step, which its scale encodes.
+    """A compression with the same levels in all blocks, multiplied by a step that the block's scale
+    encodes.
 
     Attributes:
-        levels: The value of each code under a scale of 1: ``2 ** bits`` numbers.
+        levels: The values of the ``2 ** bits`` codes for a step of 1.
     """
 
     levels: ClassVar[tuple[float, ...]]
 
     @abstractmethod
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns, as float32, the factors of the levels of each block."""
+        """Returns the step of each block as float32."""
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -157,12 +153,12 @@ class Leveled(Blockwise):
 
 
 class _Integers(Leveled):
-    """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to
+    """Encodes values as whole numbers of steps of ``top / largest``, from ``-largest`` to
     ``largest``.
 
-    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is large enough that a
-    127th of it is not subnormal, and at most the largest finite bfloat16. Values are rounded to
-    nearest, and ties go to even.
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. The lower limit for ``top``
+    ensures that ``top / 127`` is not subnormal, and the upper limit is the largest finite bfloat16.
+    Values are rounded to nearest, with ties to even.
     """
 
     block: ClassVar[int] = 128
@@ -171,9 +167,10 @@ class _Integers(Leveled):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks, in two's complement."""
+        """Encodes whole blocks in two's complement."""
         tops = (magnitude_bits(values).amax(1) + 0x8000 >> 16).clamp_(0x0400, 0x7F7F)
-        # Not largest / tops: torch would take the reciprocal of the tops, which may be subnormal.
+        # This is not written as largest / tops, because torch would compute the reciprocal of tops,
+        # which may be subnormal.
         per_unit = torch.full_like(tops, self.largest, dtype=torch.float32)
         per_unit.div_(from_bfloat16_bits(tops))
         numbers = (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest)
@@ -184,8 +181,8 @@ class _Integers(Leveled):
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the steps. The divisor is on the device, because an accelerator would otherwise
-        multiply by its reciprocal.
+        """Returns the steps. The divisor is a tensor on the device, because an accelerator would
+        otherwise multiply by its reciprocal.
         """
         tops = from_bfloat16_bits(scales)
         return tops.div_(tops.new_full((), self.largest))
@@ -193,8 +190,8 @@ class _Integers(Leveled):
 
 @dataclass(frozen=True)
 class Int8(_Integers):
-    """Whole numbers from -127 to 127, and 16 bits for each block of 128 values: 8.125 bits per
-    value.
+    """Whole numbers from -127 to 127, with 16 bits for each block of 128 values (8.125 bits per
+    value).
 
     Examples:
         >>> import torch
@@ -211,7 +208,7 @@ class Int8(_Integers):
 
 @dataclass(frozen=True)
 class Int4(_Integers):
-    """Whole numbers from -7 to 7, and 16 bits for each block of 128 values: 4.125 bits per value.
+    """Whole numbers from -7 to 7, with 16 bits for each block of 128 values (4.125 bits per value).
 
     Examples:
         >>> import torch
@@ -227,11 +224,11 @@ class Int4(_Integers):
 
 
 class _Microscaling(Leveled):
-    """Small floating-point codes under one power of two per block, as in the OCP Microscaling
+    """Small floating-point codes with a power of two for each block, as in the OCP Microscaling
     formats.
 
-    With a power of two, every product is exact. It is stored as E8M0: the exponent of a float32,
-    biased by 127.
+    Products with a power of two are exact. Powers are stored as E8M0, which is the exponent of a
+    float32 with a bias of 127.
     """
 
     scale: ClassVar[torch.dtype] = torch.uint8
@@ -243,11 +240,11 @@ class _Microscaling(Leveled):
 
 @dataclass(frozen=True)
 class FP8(_Microscaling):
-    """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits per value.
+    """E4M3 codes, with 8 bits for each block of 128 values (8.0625 bits per value).
 
-    The power of two brings the largest magnitude of the block, rounded to four significant bits,
-    into ``[128, 256)``. So nothing is clipped, and values down to ``2**-13`` of the largest keep
-    four significant bits. Ties go to even.
+    The power of two scales the largest magnitude of the block, rounded to four significant bits,
+    into ``[128, 256)``. Therefore, no value is clipped, and values down to ``2**-13`` of the
+    largest magnitude keep four significant bits. Ties are rounded to even.
 
     Examples:
         >>> import torch
@@ -269,24 +266,24 @@ class FP8(_Microscaling):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. Products are exact, except for those so small that they become
+        """Encodes whole blocks. Products are exact unless they are so small that they become
         zero.
         """
         scales = _exponent_of(magnitude_bits(values).amax(1) + (1 << 19), below=7, lowest=9)
-        # Beyond the largest scale, the largest magnitude could be rounded up to 256, which
-        # overflows when decoded.
+        # At the largest scale, the largest magnitude could be rounded up to 256, which would
+        # overflow when decoded.
         scaled = (values * _power_of_two(254 - scales)[:, None]).clamp_(-240, 240)
         return scales.to(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class MXFP4(_Microscaling):
-    """The OCP MXFP4 format: E2M1 codes, and 8 bits for each block of 32 values (4.25 bits per
+    """The OCP MXFP4 format: E2M1 codes, with 8 bits for each block of 32 values (4.25 bits per
     value).
 
     The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The
-    power of two brings the largest magnitude into ``[4, 8)``, as the OCP specification requires, so
-    values above 6 are clipped. A value is rounded to the nearest level, and ties go to the even
+    power of two scales the largest magnitude into ``[4, 8)``, as required by the OCP specification,
+    so values above 6 are clipped. Values are rounded to the nearest level, with ties to the even
     code.
 
     Examples:
@@ -305,11 +302,11 @@ class MXFP4(_Microscaling):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A code is a sign and the number of a level."""
+        """Encodes whole blocks. A code consists of a sign and a level number."""
         magnitude = magnitude_bits(values)
         scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
         share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None])
-        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The smallest of the
+        # The distance between levels is 1/2 up to 2, 1 up to 4, and 2 above 4. The smallest of the
         # three roundings is correct.
         numbers = torch.minimum((share * 2).round_(), share.round().add_(2))
         numbers = torch.minimum(numbers, (share * 0.5).round_().add_(4)).clamp_(0, 7)
@@ -318,12 +315,12 @@ class MXFP4(_Microscaling):
 
 @dataclass(frozen=True)
 class Int2(Blockwise):
-    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits per
-    value.
+    """A sign and one of two magnitudes, with 32 bits for each block of 128 values (2.25 bits per
+    value).
 
-    The magnitudes in a block are split at their mean; the means of the two sets are the two
-    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that
-    contains a zero, the lower magnitude is zero, so zeros remain zeros.
+    The magnitudes in a block are split at their mean. The means of the two sets are the two
+    magnitudes of the block. A value is rounded to the nearer magnitude, with ties to the larger. In
+    a block that contains a zero, the lower magnitude is zero, so zeros remain zeros.
 
     Examples:
         >>> import torch
@@ -339,8 +336,8 @@ class Int2(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A scale consists of the lower and the upper magnitude as bfloat16,
-        in that order.
+        """Encodes whole blocks. A scale consists of the lower and then the upper magnitude as
+        bfloat16.
         """
         magnitude = magnitude_bits(values)
         means = torch.stack(_two_means(magnitude), dim=1)
@@ -351,7 +348,7 @@ class Int2(Blockwise):
 
     @override
     def pad(self, values: Tensor) -> Tensor:
-        """Pads the last block by repeating its own values: zeros would pull the magnitudes down."""
+        """Pads the last block by repeating its values, because zeros would lower the magnitudes."""
         missing = -len(values) % self.block
         if not missing:
             return values
@@ -360,7 +357,7 @@ class Int2(Blockwise):
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Decodes whole blocks, which is exact, since one of the two terms is zero."""
+        """Decodes whole blocks. The sum is exact, because one of the two terms is zero."""
         low = from_bfloat16_bits(scales & 0xFFFF)
         high = from_bfloat16_bits(scales >> 16)
         lower = look_up(codes, (1.0, 0.0, -1.0, -0.0)).mul_(low[:, None])
@@ -368,20 +365,20 @@ class Int2(Blockwise):
 
 
 def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of
-    the others.
+    """Returns the mean of the magnitudes below their mean and the mean of the other magnitudes,
+    computed in float64.
     """
     doubles = magnitudes.view(torch.float32).to(torch.float64)
     mean = doubles.mean(1)
-    # The smallest float32 that is at or above the mean.
+    # The smallest float32 value that is not below the mean.
     least = mean.to(torch.float32)
     least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
-    # -1 for each magnitude below it, 0 for the others.
+    # The value is -1 for each magnitude below the mean, and 0 for the other magnitudes.
     is_below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(31)
     number_below = is_below.sum(1, dtype=torch.int32).neg_()
     number_above = (magnitudes.size(1) - number_below).clamp_(min=1)
-    # Both are summed: in the difference from the total, small values next to large ones would be
-    # lost.
+    # Both sets are summed, because the difference from the total would lose small values next to
+    # large values.
     below = is_below.bitwise_and_(magnitudes)
     low = doubles.copy_(below.view(torch.float32)).sum(1) / number_below.clamp(min=1)
     above = below.bitwise_xor_(magnitudes)
@@ -391,38 +388,38 @@ def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yields the chunks of a vector, which are whole blocks except for the last one."""
+    """Yields the chunks of a vector. All chunks except the last consist of whole blocks."""
     length = chunk_length(device)
     for start in range(0, numel, length):
         yield slice(start, min(start + length, numel))
 
 
 def from_bfloat16_bits(bits: Tensor) -> Tensor:
-    """Returns the float32 values of bfloat16 bits that are stored as integers."""
+    """Converts bfloat16 bits, stored as integers, to float32 values."""
     return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
 def sign_bits(values: Tensor, bit: int) -> Tensor:
-    """Returns an int32 for each value, with the sign of the value at a given bit and zeros
-    elsewhere.
+    """Returns int32 numbers with the sign of each value at a given bit and zeros at all other
+    bits.
     """
     return (values.view(torch.int32) >> 31).bitwise_and_(1 << bit)
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
-    """Returns the bits of the magnitudes as int32."""
+    """Returns the bits of the magnitudes as int32 numbers."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Returns the float32 values of bytes of codes, one row for each row of bytes."""
+    """Converts rows of bytes, which contain codes, to rows of float32 values."""
     words = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
     return words.view(torch.float32).view(len(codes), -1)
 
 
 @cache
 def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns the values of all codes of every byte, as one word each: a look-up is faster than
+    """Returns a table with the values of the codes in every byte, because look-ups are faster than
     arithmetic.
     """
     bits = len(levels).bit_length() - 1
@@ -432,10 +429,12 @@ def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes, given one per byte. Working on words is much faster than on every other byte."""
+    """Packs codes that are stored one per byte. Operations on words are much faster than on every
+    other byte.
+    """
     if bits == 8:
         return codes
-    # A 2-bit code in the next byte is 8 - 2 bits too high; bits above the lowest byte are dropped.
+    # A 2-bit code in the next byte is 8 - 2 bits too high. Bits above the lowest byte are dropped.
     if bits == 4:
         words = codes.view(torch.int16)
         return (words | words >> 4).to(torch.uint8)

@@ -1,4 +1,6 @@
-"""A code for each link: each sender chooses one from a menu, based on the bandwidth of its link."""
+"""A compression with which each sender chooses a code from a menu, based on the bandwidth of its
+link.
+"""
 
 import copy
 import math
@@ -13,24 +15,24 @@ from lightning_sdiloco.compression.base import Compression, State, Traits, is_nu
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.names import resolve
 
-# The bytes before a payload of `ByLink` that name its code. The payload after them remains aligned.
+# The number of bytes before a payload that identify its code. The payload remains aligned.
 _HEAD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Each sender chooses the first code in a menu that its link can carry in time (FusionLLM).
+    """Lets each sender use the first code in a menu that its link can carry in time (FusionLLM).
 
-    Each sender chooses independently at each launch. Each payload names its code, so all groups
-    decode it to bit-identical values. The error of a code with error feedback is added to the next
-    launch, whatever code that uses. While there is such a memory, the errors of the other codes are
-    also added to it.
+    Each sender chooses independently at each launch. Each payload identifies its code, so all
+    groups decode it to bit-identical values. The error of a code with error feedback is added to
+    the next launch, regardless of the next code. While such a memory exists, the errors of other
+    codes are also added to this memory.
 
     Args:
-        menu: The codes, by name or as compressions, the preferred one first.
-        within: The seconds within which a payload must be sent, or ``"overlap"``, the time that
-            ``overlap_steps`` take. If no code is small enough, the smallest is used. Until the link
-            is known, the first is used.
+        menu: The codes as names or compressions, starting with the preferred code.
+        within: The number of seconds within which a payload must be sent, or ``"overlap"`` for the
+            duration of ``overlap_steps``. If no code is small enough, the smallest code is used.
+            Until the bandwidth is known, the first code is used.
 
     Raises:
         ValueError: If the menu is empty or contains a code whose payloads vary in length, or if
@@ -51,7 +53,7 @@ class ByLink(Compression):
         is_list = isinstance(self.menu, Sequence) and not isinstance(self.menu, str)
         if not is_list or not 1 <= len(self.menu) <= 256:
             raise ValueError(
-                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4', 'int2',"
+                f"menu={self.menu!r} is not a menu. Pass a list of codes, such as ['fp4', 'int2',"
                 " 'sparse']."
             )
         object.__setattr__(self, "menu", tuple(self.menu))
@@ -60,7 +62,7 @@ class ByLink(Compression):
             if code.traits.varies:
                 raise ValueError(
                     f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is"
-                    " unknown whether a link carries them in time. Give codes of fixed lengths,"
+                    " unknown whether a link can carry them in time. Choose codes of fixed length,"
                     " such as 'fp4' or 'sparse'."
                 )
         if self.within == "overlap":
@@ -68,7 +70,7 @@ class ByLink(Compression):
         if not is_number(self.within) or not 0 < float(self.within) < math.inf:
             raise ValueError(
                 f"within={self.within!r} is out of range: it must be a number of seconds above 0,"
-                " or 'overlap', the time that overlap_steps take. 'overlap' is the default."
+                " or 'overlap' (the default), which means the duration of overlap_steps."
             )
 
     @property

@@ -21,8 +21,7 @@ class _Cast(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        # A payload may start at an odd address of a gathered buffer, where wider types cannot view
-        # it.
+        # A payload may start at an odd address of a gathered buffer, which wider types cannot view.
         if payload.storage_offset() % self.dtype.itemsize:
             payload = payload.clone()
         out.copy_(payload.view(self.dtype))
@@ -41,7 +40,7 @@ class _Cast(Compression):
 
 @dataclass(frozen=True)
 class Float32(_Cast):
-    """No compression: the bytes of the float32 values, 32 bits per value.
+    """The unchanged bytes of the float32 values (32 bits per value).
 
     Examples:
         >>> import torch
@@ -66,9 +65,10 @@ class Float32(_Cast):
 
 @dataclass(frozen=True)
 class BFloat16(_Cast):
-    """Rounds to the nearest bfloat16, ties to even: 16 bits per value.
+    """Values rounded to the nearest bfloat16, with ties to even (16 bits per value).
 
-    A finite value beyond the largest bfloat16 (3.39e38) becomes that largest value, not infinity.
+    A finite value above the largest bfloat16 (3.39e38) is rounded to the largest bfloat16 instead
+    of infinity.
 
     Examples:
         >>> import torch

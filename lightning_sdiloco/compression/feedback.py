@@ -1,4 +1,4 @@
-"""Error feedback adds the compression error to the next outer gradient."""
+"""Error feedback, which adds the compression error to the next outer gradient."""
 
 from dataclasses import dataclass, replace
 
@@ -12,22 +12,22 @@ from lightning_sdiloco.memory import new_vector
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compression):
-    """Encodes with another compression, and adds its error to the next outer gradient of the
-    fragment.
+    """Wraps a compression and adds its error to the next outer gradient of the fragment.
 
-    The memory changes when a flight lands, if the group counted in its mean. It is part of a
-    checkpoint. It is lost when rounds restart: with other groups or settings, or when parameters
-    are frozen or unfrozen. With ``mixing``, the local parameters keep a share of the error, so only
-    the rest is remembered. The final exchange does not add the memory.
+    The memory changes when a flight lands, provided that the group counted in the mean. Checkpoints
+    contain the memory. The memory is lost if rounds restart, for example with different groups or
+    settings, or if parameters are frozen or unfrozen. With ``mixing``, the local parameters keep a
+    share of the error, so only the remaining share is stored. The final exchange does not add the
+    memory.
 
     Args:
-        compression: The compression.
-        decay: The share of the error to remember, above 0 and at most 1. SparseLoCo (arXiv
-            2508.15706) uses 0.95.
+        compression: The wrapped compression.
+        decay: The share of the error to keep, above 0 and at most 1. SparseLoCo (arXiv 2508.15706)
+            uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already
-            has error feedback.
+        ValueError: If ``decay`` is out of range, or if ``compression`` is not a compression or
+            already has error feedback.
 
     Examples:
         >>> from lightning_sdiloco.compression import Int4
@@ -45,13 +45,13 @@ class ErrorFeedback(Compression):
             self.compression, ErrorFeedback
         ):
             raise ValueError(
-                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an"
-                " instance of another compression. Pass one, such as FP4()."
+                f"ErrorFeedback(compression={self.compression!r}) has no compression to wrap. Pass"
+                " an instance of a different compression, such as FP4()."
             )
         if not is_number(self.decay) or not 0 < self.decay <= 1:
             raise ValueError(
-                f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0"
-                f" forgets nothing; to remember nothing, use {self.compression!r} itself."
+                f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. With 1.0,"
+                f" the whole error is kept. To keep no error, use {self.compression!r} directly."
             )
 
     wire_bytes, encode, decode, stretches = forwarded(
@@ -83,8 +83,8 @@ class ErrorFeedback(Compression):
         del values
         decoded = new_vector(numel, gradient.device)
         self.compression.decode(payload, decoded)
-        # The local parameters keep their share of the error, which the next outer gradient
-        # contains.
+        # The local parameters keep their share of the error, so the next outer gradient contains
+        # this share.
         lost = torch.sub(gradient, decoded, out=decoded).mul_(1 - mixing)
         if state.memory is not None:
             lost.add_(state.memory)

@@ -1,14 +1,14 @@
-"""FP4: four bits per value, E3M0 codes (sign and three exponent bits) under one scale per block.
+"""FP4, with four bits per value: E3M0 codes (sign and three exponent bits) and a scale per block.
 
-A payload of ``numel`` values consists of ``ceil(numel / 128)`` tops of 16 bits, then
-``ceil(numel / 2)`` bytes of codes. ``docs/decisions/fp4.md`` gives the format byte by byte and the
-reasons.
+A payload of ``numel`` values consists of ``ceil(numel / 128)`` tops of 16 bits, followed by
+``ceil(numel / 2)`` bytes of codes. ``docs/decisions/fp4.md`` describes the format byte by byte and
+explains the choices.
 
-[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, and takes the mean in an eighth
-of the time. ``hatch_build.py`` compiles it if there is a C compiler; nothing is compiled later. On
-a GPU, ``fp4_triton.py`` is used if torch has installed Triton. The torch operations are the
-reference and need neither. Ranks may differ in this: each pass is used only if its results on a
-sample are bit-identical to the reference.
+[Note: in one pass] On a CPU, ``fp4.c`` does the same work in one pass and computes the mean in an
+eighth of the time. ``hatch_build.py`` compiles this file at build time if there is a C compiler. On
+a GPU, ``fp4_triton.py`` is used if Triton is installed. The torch operations are the reference and
+need neither C nor Triton. Ranks may use different implementations, because a pass is used only if
+its results on a sample are bit-identical to the reference.
 """
 
 import ctypes
@@ -39,28 +39,28 @@ _log = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("libfp4.so")
 
 BLOCK = 128
-"""The number of values under one scale."""
+"""The number of values that share a scale."""
 
 _EXPONENT = 23  # the position of the exponent in a float32
 
-# The least top keeps the lowest level and the threshold below it out of the subnormal numbers,
-# which a device may flush to zero. The greatest is the largest finite bfloat16, which blocks that
-# are not finite also get.
+# With the least top, the lowest level and the threshold below it are not subnormal. A device may
+# flush subnormal numbers to zero. The greatest top is the largest finite bfloat16, which is also
+# used for blocks that are not finite.
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
 
 
 @dataclass(frozen=True)
 class FP4(Leveled):
-    """Four bits per value, and 16 bits for each block of 128 values: 4.125 bits per value.
+    """Four bits per value, with 16 bits for each block of 128 values (4.125 bits per value).
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top``
     is the largest magnitude of the block, truncated to bfloat16. A value is rounded to the nearest
-    level, but to zero below three quarters of the lowest level. So a value is off by at most a
-    third of itself, or by at most itself below ``top * 3/256``.
+    level, or to zero below three quarters of the lowest level. Therefore, the error is at most a
+    third of the value, or at most the value itself below ``top * 3/256``.
 
-    Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up
-    in float32. It gives no rule for the scale. This one was chosen by measurement; see
+    Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and sums them in
+    float32, but does not specify the scale. This scale was chosen by measurement; see
     ``benchmarks/compression.py``.
 
     Examples:
@@ -116,19 +116,19 @@ class FP4(Leveled):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes."""
+        """Encodes whole blocks. Tops are the bits of finite bfloat16 numbers."""
         magnitude = magnitude_bits(values)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
-        # The threshold between two neighbouring levels is 1.5 times the lower one. So all seven
-        # have the mantissa of 0.75 * top, and one subtraction of float32 bits compares with all of
-        # them. Both products are exact.
+        # The threshold between two neighbouring levels is 1.5 times the lower level. Therefore, all
+        # seven thresholds have the mantissa of 0.75 * top, and a single subtraction of float32 bits
+        # compares a value with all thresholds. Both products are exact.
         thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
         levels = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
         return tops.to(torch.int16), levels.bitwise_or_(sign_bits(values, 3))
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the tops."""
+        """Returns the tops as steps."""
         return from_bfloat16_bits(scales)
 
 
@@ -145,8 +145,8 @@ def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
 
 
 class Passes(NamedTuple):
-    """Encoding, decoding and the mean in one pass each, for a type of device. They write to the
-    last argument.
+    """Single-pass functions for encoding, decoding and the mean on a type of device. Each function
+    writes to its last argument.
     """
 
     encode: Callable[[Tensor, Tensor], None]
@@ -164,9 +164,7 @@ def _passes_for(*tensors: Tensor) -> Passes | None:
 
 @cache
 def passes_on(device: str) -> Passes | None:
-    """Returns the passes that replace torch operations on a type of device; see
-    [Note: in one pass].
-    """
+    """Returns the passes for a type of device, or None; see [Note: in one pass]."""
     makers = {"cpu": ("fp4.c", _in_c), "cuda": ("fp4_triton.py", _in_triton)}
     if device not in makers:
         return None
@@ -175,11 +173,11 @@ def passes_on(device: str) -> Passes | None:
         passes = make()
         if _is_proven(passes, torch.device(device)):
             return passes
-        reason = "it gives other bits"
+        reason = "its results are not bit-identical"
     except Exception as error:
-        # Triton, and the compilers that it calls, raise many kinds of errors.
+        # Triton and the compilers that it calls raise many kinds of errors.
         reason = f"{type(error).__name__}: {error}"
-    _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
+    _log.info("%s is not used: %s. torch does the same work, but more slowly.", name, reason)
     return None
 
 
@@ -196,12 +194,12 @@ def _in_c() -> Passes:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         raise OSError(
-            f"it was not compiled when the package was built, or for another machine ({error})"
+            f"the package was built without it or for a different machine ({error})"
         ) from None
     library.fp4_encode.argtypes = (pointer, size, pointer)
     library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
     library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
-    # The passes keep this table alive, because C has only a pointer to it.
+    # The passes keep a reference to this table, because the C code has only a pointer.
     levels = table(FP4.levels, torch.device("cpu"))
     return Passes(
         partial(_encode, library),
@@ -227,7 +225,7 @@ def _mean(
 
 
 class _Eager(FP4):
-    """Encodes and decodes with torch operations only."""
+    """The reference implementation of FP4, which uses only torch operations."""
 
     encode = Blockwise.encode
     decode = Blockwise.decode
@@ -235,13 +233,13 @@ class _Eager(FP4):
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
-    """Returns whether the passes are bit-identical to the operations of torch on a sample."""
+    """Returns whether the passes match the torch operations bit for bit on a sample."""
     values = _sample().to(device)
     eager = _Eager()
     payload = torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
     passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
-    # Each has a decoded payload and a mean.
+    # Both tensors contain a decoded payload and a mean.
     results = torch.empty(2, len(values), device=device, dtype=torch.float32)
     expected = torch.empty_like(results)
     passes.decode(payload, results[0])
@@ -254,8 +252,8 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
 
 
 def _sample() -> Tensor:
-    """Returns values of many magnitudes: zeros of both signs, whole blocks of zeros and of values
-    at both ends of the range, and a last block that is not whole.
+    """Returns values of many magnitudes. The sample contains zeros of both signs, whole blocks of
+    zeros, blocks of values at both ends of the range, and a partial last block.
     """
     generator = torch.Generator().manual_seed(0)
     normal, exponents = torch.randn(

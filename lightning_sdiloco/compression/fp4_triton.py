@@ -1,6 +1,6 @@
-"""FP4 on a GPU, in one pass over the values, bit-identical to the torch operations of `fp4`.
+"""FP4 on a GPU in one pass over the values, bit-identical to the torch operations of `fp4`.
 
-Only `fp4` imports this, when it first gets a tensor on a GPU, where Triton comes with torch.
+Only `fp4` imports this module, at its first use of a GPU. torch for GPUs installs Triton.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, index, unused-ignore"
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Blocks of 128 values for each program, and its warps: the best of fifteen pairs on an H200, by a
-# small margin.
+# The number of blocks of 128 values per program, and the number of warps. This was the best of
+# fifteen pairs on an H200, by a small margin.
 _ROWS = 8
 _WARPS = 2
 
-# The most payloads that are summed in one pass. A kernel is compiled for each number of payloads.
+# The largest number of payloads that are summed in one pass. A kernel is compiled for each number.
 _AT_ONCE = 8
 
 
@@ -29,7 +29,7 @@ def _encode(values, payload, numel, blocks, rows: tl.constexpr):
     bits = tl.load(values + place, mask=place < numel, other=0)
     magnitude = bits & 0x7FFFFFFF
     top = tl.minimum(tl.maximum(tl.max(magnitude, axis=1) >> 16, 0x0400), 0x7F7F)
-    # One subtraction compares with all seven thresholds, which share a mantissa.
+    # A single subtraction compares with all seven thresholds, because they share a mantissa.
     threshold = ((top << 16).to(tl.float32, bitcast=True) * 0.75).to(tl.int32, bitcast=True) - (
         7 << 23
     )
@@ -42,7 +42,7 @@ def _encode(values, payload, numel, blocks, rows: tl.constexpr):
 
 @triton.jit
 def _level(code, top):
-    # A code is an exponent: 7 means the top, and 0 means zero. The products are exact.
+    # A code is an exponent, where 7 means the top and 0 means zero. The products are exact.
     magnitude = tl.where((code & 7) == 0, 0, ((code & 7) + 120) << 23) | ((code & 8) << 28)
     return magnitude.to(tl.float32, bitcast=True) * top
 
@@ -112,9 +112,7 @@ def mean(sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
 
 
 def _even(payload: Tensor) -> Tensor:
-    """Copies a payload that starts at an odd address of a gathered buffer, where tops cannot be
-    read.
-    """
+    """Copies a payload if it starts at an odd address, where tops cannot be read."""
     return payload.clone() if payload.data_ptr() % 2 else payload
 
 

@@ -24,25 +24,25 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The named compressions. All except ``"sparse"``, which has error feedback, also come with it:
-``"top_k+memory"``."""
+"""The named compressions. ``"sparse"`` has error feedback. All other names accept a suffix for
+error feedback, as in ``"top_k+memory"``."""
 
 MEMORY = "+memory"
-"""The suffix of a name for the same compression with error feedback."""
+"""The suffix that adds error feedback to a named compression."""
 
 
 def resolve(compression: str | Compression) -> Compression:
     """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for
-            error feedback with a ``decay`` of 1; or a compression, which is returned unchanged.
+        compression: A compression, which is returned unchanged, or a name from ``COMPRESSIONS``.
+            The suffix ``"+memory"`` adds error feedback with a ``decay`` of 1.
 
     Returns:
         The compression.
 
     Raises:
-        ValueError: If ``compression`` is neither.
+        ValueError: If ``compression`` is neither a compression nor a known name.
 
     Examples:
         >>> resolve("fp4"), resolve("fp4+memory")
@@ -56,13 +56,12 @@ def resolve(compression: str | Compression) -> Compression:
         return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
     if compression == "auto":
         raise ValueError(
-            "compression='auto' is for a Trainer, whose planner measures the link before it"
-            " chooses. Name one here, such as 'fp4'; sdiloco plan --bandwidth shows which ones a"
-            " link carries."
+            "compression='auto' works only with a Trainer, which measures the link first. Choose a"
+            " compression such as 'fp4' here. To see which compressions a link can carry, run"
+            " sdiloco plan --bandwidth."
         )
     raise ValueError(
-        f"compression={compression!r} is unknown. It is one of"
-        f" {', '.join(map(repr, COMPRESSIONS))}, or one of these with the suffix {MEMORY!r}, or a"
-        " `lightning_sdiloco.compression.Compression`. Set `compression` to one of these names, or"
-        " pass an instance of a class (not the class itself) that implements that interface."
+        f"compression={compression!r} is unknown. Choose one of"
+        f" {', '.join(map(repr, COMPRESSIONS))}, optionally with the suffix {MEMORY!r}. You can"
+        " also pass an instance (not a class) of a `lightning_sdiloco.compression.Compression`."
     )

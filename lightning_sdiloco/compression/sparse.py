@@ -1,7 +1,7 @@
-"""Sends few of the values, encoded by another compression; the others are decoded as zero.
+"""Sparse compressions, which send a few encoded values. All other values are decoded as zero.
 
-`TopK` and `Threshold` send the largest values of each block, and their positions. `RandomK` and
-`RandomBlock` send random values: all groups pick the same ones, so no positions are sent.
+`TopK` and `Threshold` send the largest values of each block and their positions. `RandomK` and
+`RandomBlock` send random values. All groups pick the same random values, so no positions are sent.
 """
 
 import copy
@@ -29,30 +29,30 @@ from lightning_sdiloco.memory import new_vector
 Self = TypeVar("Self", bound="_Chance")
 
 BLOCK = 4096
-"""The number of values among which the largest are chosen: a position in a block takes 12 bits."""
+"""The number of values from which the largest are chosen. A position in a block takes 12 bits."""
 
 _GROUP = 8  # values of a block in a group; the search starts with the largest value of each group
 
 
 @dataclass(frozen=True, repr=False)
 class TopK(Compression):
-    """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12
-    bits of position.
+    """Sends the largest ``share`` of every block of 4096 values, with 12 bits per position. Another
+    compression encodes the values.
 
-    An even number of values of each block is sent, or all of them. A payload contains the
-    positions, in ascending order within a block and two in three bytes, then the payload of the
-    chosen values, in the same order.
+    An even number of values of each block is sent, or the whole block. A payload starts with the
+    positions, in ascending order within a block, with two positions in three bytes. The encoded
+    values follow in the same order.
 
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: The compression of the values that are sent.
-        over: The divisor of the sum of a value: the number of ``"groups"`` that count, or of those
-            among them that sent this value (``"senders"``), as in SparseLoCo's code (arXiv
-            2508.15706). ``"senders"`` needs a smaller outer learning rate, and does not work with
-            two shots.
+        over: The divisor of the sum of a value. ``"groups"`` divides by the number of groups that
+            count. ``"senders"`` divides by the number of these groups that sent the value, as in
+            SparseLoCo's code (arXiv 2508.15706). ``"senders"`` needs a smaller outer learning rate
+            and does not work with two shots.
 
     Raises:
-        ValueError: If ``share`` or ``over`` is out of range, or ``values`` is not a compression.
+        ValueError: If ``share`` or ``over`` is out of range, or if ``values`` is not a compression.
 
     Examples:
         >>> from lightning_sdiloco.compression import Int2
@@ -72,15 +72,15 @@ class TopK(Compression):
     def __post_init__(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ValueError(
-                f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02"
-                " sends 2 %."
+                f"share={self.share!r} is out of range: it must be above 0 and at most 1. For"
+                " example, 0.02 sends 2 % of the values."
             )
-        _check_values(self.values, "chooses itself which values it sends")
+        _check_values(self.values, "chooses which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the sum"
-                " of a value is divided by the number of all groups that count, or of those that"
-                " sent it."
+                f"over={self.over!r} is unknown. Choose 'groups' (the default) to divide the sum of"
+                " a value by the number of all groups that count, or 'senders' to divide by the"
+                " number of groups that sent the value."
             )
 
     @override
@@ -140,7 +140,7 @@ class TopK(Compression):
             yield stretch, values
 
     def _chosen(self, payload: Tensor, numel: int) -> Tensor:
-        """Decodes the values that were sent."""
+        """Decodes the sent values."""
         count = self._count(numel)
         assert payload.numel() == self.wire_bytes(numel), (
             "the payload belongs to a vector of another size"
@@ -150,11 +150,11 @@ class TopK(Compression):
         return chosen
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """Returns the values that are sent, given those that were chosen in each block."""
+        """Returns the values to send, given the values that were chosen in each block."""
         return chosen
 
     def _put(self, payload: Tensor, chosen: Tensor, out: Tensor) -> None:
-        """Writes the chosen values to their positions, and zero elsewhere."""
+        """Writes the chosen values to their positions and zeros to all other positions."""
         out.zero_()
         start = 0
         for blocks in _blocks(out):
@@ -167,10 +167,10 @@ class TopK(Compression):
             start = end
 
     def _number_sent(self, size: int) -> int:
-        """Returns how many values of a block are sent: an even number, so that the next block
-        starts at a byte boundary.
+        """Returns the number of sent values of a block. The number is even, so the positions of the
+        next block start at a byte boundary.
         """
-        # The share is read as it is written: 0.03 as a float is not exactly 3 %.
+        # The share is parsed from its decimal form, because 0.03 as a float is not exactly 3 %.
         number = -(-Fraction(str(self.share)) * size // 1)
         return min(int(number + number % 2), size)
 
@@ -184,32 +184,33 @@ class TopK(Compression):
 
 @dataclass(frozen=True, repr=False)
 class Threshold(TopK):
-    """Sends the values that reach a threshold, but no more of each block of 4096 values than `TopK`
-    would.
+    """Sends the values that reach a threshold, but at most as many per block of 4096 values as
+    `TopK`.
 
     With ``least``, the threshold is a multiple of the block's mean magnitude. Smaller values are
-    sent as zero, so ``share`` determines the size of every payload.
+    sent as zeros, so ``share`` determines the size of every payload.
 
-    With ``every``, each block keeps its threshold for that many launches: the smallest value that
-    an exact top-k of ``share`` chooses in the first of them (DCT, arXiv 2010.08899). Smaller values
-    are not sent, so payloads become shorter as outer gradients do; ``share`` is the upper bound.
-    The thresholds change at a landing, if the group counts in the mean, and are part of a
-    checkpoint. A launch without thresholds chooses new ones.
+    With ``every``, each block keeps its threshold for that many launches. The threshold is the
+    smallest value that an exact top-k of ``share`` chooses in the first of these launches (DCT,
+    arXiv 2010.08899). Smaller values are not sent, so payloads shrink together with outer
+    gradients, and ``share`` is an upper bound. The thresholds change at a landing if the group
+    counts in the mean. Checkpoints contain the thresholds. A launch without thresholds chooses new
+    thresholds.
 
-    With `ErrorFeedback`, small values accumulate until they are large enough.
+    With `ErrorFeedback`, small values accumulate until they reach the threshold.
 
     Args:
-        share: The largest share of the values to send, above 0 and at most 1.
+        share: The largest share of values to send, above 0 and at most 1.
         values: The compression of the values that are sent.
-        least: The smallest magnitude to send, as a multiple of the mean magnitude of the block; at
-            least 0.
-        every: The number of launches for which a threshold is kept, at least 1. Give this or
-            ``least``.
-        over: As in `TopK`. With ``least``, a group that sends a zero is not a sender.
+        least: The smallest magnitude to send, as a multiple of the block's mean magnitude. It must
+            be at least 0.
+        every: The number of launches for which a threshold is kept, at least 1. Pass either
+            ``every`` or ``least``.
+        over: The divisor, as in `TopK`. With ``least``, a group that sends a zero is not a sender.
 
     Raises:
-        ValueError: If an argument is out of range, if ``values`` is not a compression, or unless
-            exactly one of ``least`` and ``every`` is given.
+        ValueError: If an argument is out of range, if ``values`` is not a compression, or if
+            ``least`` and ``every`` are both given or both missing.
 
     Examples:
         >>> from lightning_sdiloco.compression import Float32
@@ -232,19 +233,19 @@ class Threshold(TopK):
         super().__post_init__()
         if (self.least is None) == (self.every is None):
             raise ValueError(
-                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the"
-                " two. Give least=3.0 to send values above three times the mean of their block, or"
-                " every=10 to keep the threshold of a top-k for ten launches."
+                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of these"
+                " arguments. Pass least=3.0 to send values above three times the mean of their"
+                " block, or every=10 to keep the threshold of a top-k for ten launches."
             )
         if self.least is not None and not (is_number(self.least) and self.least >= 0):
             raise ValueError(
-                f"least={self.least!r} is out of range: it must not be negative. 3.0 is three times"
-                " the mean."
+                f"least={self.least!r} is out of range: it must not be negative. For example, 3.0"
+                " means three times the mean."
             )
         if self.every is not None and not is_positive_int(self.every):
             raise ValueError(
-                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 10"
-                " keeps a threshold for ten launches."
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1."
+                " For example, 10 keeps a threshold for ten launches."
             )
 
     @property
@@ -272,9 +273,7 @@ class Threshold(TopK):
         return self._encode_above(gradient, tuning[1:]), State(tuning=tuning)
 
     def _first_tuning(self, values: Tensor) -> Tensor:
-        """Returns the number of launches with these thresholds, followed by the threshold of each
-        block.
-        """
+        """Returns the number of launches so far (1), followed by the threshold of each block."""
         parts = [values.new_ones(1)]
         for blocks in _blocks(values):
             magnitudes = blocks.abs()
@@ -305,7 +304,7 @@ class Threshold(TopK):
         head = torch.stack((numbers & 255, numbers >> 8), dim=1).to(torch.uint8).view(-1)
         parts = [head, _packed(torch.cat(positions))]
         sent = torch.cat(chosen)
-        # A compression cannot encode an empty vector.
+        # Compressions cannot encode an empty vector.
         if len(sent):
             parts.append(self.values.encode(sent))
         return torch.cat(parts)
@@ -343,8 +342,8 @@ class Threshold(TopK):
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
     def _reach(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Returns which values of each block are sent: those that reach its threshold, limited to
-        the largest ones.
+        """Returns a mask of the values to send: in each block, the largest values that reach the
+        threshold.
         """
         is_sent = (magnitudes >= thresholds) & (magnitudes > 0)
         most = self._number_sent(magnitudes.size(1))
@@ -354,8 +353,8 @@ class Threshold(TopK):
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Yields views of the values, one block per row: stretches of whole blocks, then the remainder
-    as one short block.
+    """Yields views of the values with one block per row: stretches of whole blocks, followed by the
+    remainder as a short block.
     """
     for stretch in _stretches(values.numel(), values.device):
         size = min(BLOCK, stretch.stop - stretch.start)
@@ -363,7 +362,7 @@ def _blocks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _stretches(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yields stretches of whole blocks, then the remainder, which is one short block."""
+    """Yields stretches of whole blocks, followed by the remainder, which is a short block."""
     end_of_blocks = numel // BLOCK * BLOCK
     for start in range(0, end_of_blocks, chunk_length(device)):
         yield slice(start, min(start + chunk_length(device), end_of_blocks))
@@ -377,7 +376,8 @@ def _largest(magnitudes: Tensor, number: int) -> Tensor:
     groups = size // _GROUP
     if size % _GROUP or number * 2 > groups:
         return magnitudes.topk(number, dim=1, sorted=False).indices
-    # They are all in the groups with the largest maxima, which are found among far fewer numbers.
+    # The largest magnitudes are all in the groups with the largest maxima, and there are far fewer
+    # maxima than magnitudes.
     maxima = magnitudes.view(-1, _GROUP, groups).amax(1)
     chosen_groups = maxima.topk(number, dim=1, sorted=False).indices
     members = torch.arange(0, size, groups, device=magnitudes.device)
@@ -387,12 +387,12 @@ def _largest(magnitudes: Tensor, number: int) -> Tensor:
 
 
 def _packed_bytes(count: int) -> int:
-    """Returns the number of bytes of ``count`` positions."""
+    """Returns the number of bytes for ``count`` positions."""
     return -(-count * 3 // 2)
 
 
 def _packed(positions: Tensor) -> Tensor:
-    """Writes positions in a block, two in three bytes."""
+    """Packs positions within blocks, with two positions in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
     triples = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1)
@@ -400,7 +400,7 @@ def _packed(positions: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Reads back ``count`` positions."""
+    """Unpacks ``count`` positions."""
     triples = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3)
     low, middle, high = triples.unbind(1)
     pairs = low | middle << 8 | high << 16
@@ -412,7 +412,7 @@ def _count_bytes(numel: int) -> int:
 
 
 def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the positions of the values of a payload, and the encoded values."""
+    """Returns the positions of a payload's values, and the encoded values."""
     head, tail = payload.tensor_split([_count_bytes(out.numel())])
     low, high = head.view(-1, 2).to(torch.int64).unbind(1)
     blocks = torch.arange(len(low), device=out.device).repeat_interleave(low | high << 8)
@@ -423,8 +423,8 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to"
-            " encode the values that are sent."
+            f"values={values!r} is not a compression. Pass an instance of a compression, such as"
+            " Int2(), to encode the values that are sent."
         )
     if values.traits.varies:
         raise ValueError(
@@ -445,12 +445,12 @@ class _Chance(Compression):
     def __post_init__(self) -> None:
         if not is_positive_int(self.every):
             raise ValueError(
-                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32"
-                " sends 3 %."
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1."
+                " For example, 32 sends 3 % of the values."
             )
         _check_values(
             self.values,
-            "keeps a threshold for each place, but here random places are sent each time",
+            "keeps a threshold for each block, but random values have no thresholds",
         )
 
     @override
@@ -462,8 +462,8 @@ class _Chance(Compression):
     @property
     @override
     def traits(self) -> Traits:
-        # All groups pick the same values, so the other traits are those of the compression of the
-        # values.
+        # All groups pick the same values, so the other traits are inherited from the compression of
+        # the values.
         traits = self.values.traits
         values = traits.values or self.values
         return traits._replace(varies=False, remembers=False, values=values, hub_code=None)
@@ -500,22 +500,22 @@ class _Chance(Compression):
 
     @abstractmethod
     def picked(self, values: Tensor) -> Tensor:
-        """Returns the randomly picked values, in order, as a contiguous tensor."""
+        """Returns the randomly picked values in order, as a contiguous tensor."""
 
     @abstractmethod
     def put(self, sent: Tensor, out: Tensor) -> None:
-        """Writes the picked values back to their places."""
+        """Writes the picked values to their positions."""
 
 
 @dataclass(frozen=True)
 class RandomK(_Chance):
-    """One value of every ``every`` consecutive ones, at random, encoded by another compression.
+    """Sends a random value from every ``every`` consecutive values, encoded by another compression.
 
-    The choice depends on the inner step of the launch: all groups send the same values, and each
-    launch sends different ones.
+    The choice depends on the inner step of the launch, so all groups send the same values, and
+    every launch sends different values.
 
     Args:
-        every: One of this many values is sent.
+        every: The number of values from which one value is sent.
         values: The compression of the values that are sent.
 
     Raises:
@@ -543,8 +543,8 @@ class RandomK(_Chance):
             start = end
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields views of the values, one cell per row, and the position picked in each; the last
-        cell may be short.
+        """Yields views of the values with one cell per row, and the picked position in each cell.
+        The last cell may be short.
         """
         full_cells = len(values) // self.every
         length = max(chunk_length(values.device) // self.every, 1)
@@ -561,9 +561,10 @@ class RandomK(_Chance):
 
 @dataclass(frozen=True)
 class RandomBlock(_Chance):
-    """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
+    """Sends one of ``every`` equal stretches of the vector, chosen at random and encoded by another
+    compression.
 
-    The choice depends on the inner step of the launch: all groups send the same stretch.
+    The choice depends on the inner step of the launch, so all groups send the same stretch.
 
     Args:
         every: The number of stretches into which the vector is divided.
@@ -591,16 +592,16 @@ class RandomBlock(_Chance):
     def _stretch(self, values: Tensor) -> Tensor:
         length = -(-len(values) // self.every)
         number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
-        # The last stretch may overlap the one before, so that all have the same length.
+        # The last stretch may overlap the previous stretch, so all stretches have the same length.
         start = min(number * length, len(values) - length)
         return values[start : start + length]
 
 
 def _hashed(numbers: Tensor, step: int) -> Tensor:
-    """Turns whole numbers and the inner step into 32 bits that look random, the same on every
+    """Hashes whole numbers and the inner step to 32 pseudorandom bits that are the same on every
     device.
     """
-    # Products may overflow 64 bits, but their low 32 bits, which are kept, are correct.
+    # Products may overflow 64 bits, but only their low 32 bits are kept, and these are correct.
     hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashed &= 0xFFFFFFFF

@@ -365,17 +365,22 @@ def test_impossible_fragments_are_refused() -> None:
     for fragments in UNKNOWN:
         text = f"fragments={fragments!r} is unknown"
         refused(small, fragments, text, "'strided' or 'sequential'", "[['net.0.*']")
-    refused(small, 5, "fragments=5 is more than the 4 trainable tensors")
+    refused(small, 5, "fragments=5 exceeds the number of the model's trainable tensors")
     refused(small, [["NET.*"]], "'NET.*'")
     unmatched = "the pattern '3.*' matches no parameter"
     refused(small, [["*"], ["3.*"]], unmatched, "'0.weight'", "Correct the pattern")
     for fragments in ([["0.*"], ["*"]], [["0.*", "*"]], [["0.*"], ["0.*", "2.*"]]):
-        claimed = "'0.weight' is claimed by two patterns"
+        claimed = "'0.weight' is matched by two patterns"
         refused(
-            small, fragments, claimed, "'0.*' of fragment 0", "exactly one", "Narrow one of them"
+            small,
+            fragments,
+            claimed,
+            "'0.*' of fragment 0",
+            "exactly one",
+            "Narrow one of the patterns",
         )
     uncovered = ("2 of 4 trainable", "'0.bias', '2.bias'")
-    refused(small, [["0.weight"], ["2.weight"]], *uncovered, "Add a pattern", "freeze")
+    refused(small, [["0.weight"], ["2.weight"]], *uncovered, "Add patterns", "freeze")
     tied = [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]]
     names = ("'embedding.weight'", "'head.weight'", "'embedding.*'", "'head.*'")
     refused(GPT(2, tied=True), tied, *names, "tied", "Narrow")

@@ -355,19 +355,19 @@ def refused(message: str, make: Callable[..., object], *arguments: Any, **choice
 
 
 def test_unknown_exchanges_and_impossible_shares_are_refused() -> None:
-    unknown = r"=.* is unknown. It is one of 'auto', 'gather', 'two_shot'"
+    unknown = r"=.* is unknown. Choose 'auto' \(the default\), 'gather', 'two_shot'"
     for exchange in ("all_reduce", "two-shot", None, True, 2):
         refused(unknown, Settings, exchange=exchange)
     refused("is unknown", TwoShot, "fast")
     refused("not negative", TwoShot, [1, -1])
     refused("positive numbers", TwoShot, links=[1, 0])
-    refused("does not use it", TwoShot, [0.5, 0.5], links=[1, 1])
-    must_be_one = r"add up to 1.1: .* must add up to 1. Give \[0.455, 0.545\] for parts"
+    refused("does not use links", TwoShot, [0.5, 0.5], links=[1, 1])
+    must_be_one = r"add up to 1.1, .* must add up to 1. .* pass \[0.455, 0.545\]"
     refused(must_be_one, TwoShot, [0.5, 0.6])
-    refused(r"add up to 0.9: .* Give \[0.333, 0.333, 0.333\]", TwoShot, [0.3, 0.3, 0.3])
-    refused(r"add up to 4: .* Give \[0.5, 0.25, 0.25\]", TwoShot, [2, 1, 1])
+    refused(r"add up to 0.9, .* pass \[0.333, 0.333, 0.333\]", TwoShot, [0.3, 0.3, 0.3])
+    refused(r"add up to 4, .* pass \[0.5, 0.25, 0.25\]", TwoShot, [2, 1, 1])
     assert TwoShot([0.33, 0.33, 0.33]).shares(3) is None, "they are rounded"
-    refused("only a Trainer measures them", Groups, 3, exchange=TwoShot(), **CHOICES)
+    refused("only a Trainer measures", Groups, 3, exchange=TwoShot(), **CHOICES)
     two_links = TwoShot(links=[1, 1])
     refused("2 numbers for 3 worker groups", Groups, 3, exchange=two_links, **CHOICES)
     senders = TopK(0.1, Float32(), over="senders")

@@ -177,11 +177,11 @@ def test_restarted_rounds_have_the_rest_of_a_dense_beginning(
 
 LEAST = "it must be a whole number of at least 1"
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"rounds": 0}, f"dense_beginning.rounds=0 is not possible: {LEAST}"),
-    ({"rounds": 2.0}, "dense_beginning.rounds=2.0 is not possible"),
-    ({"rounds": True}, "dense_beginning.rounds=True is not possible"),
-    ({"rounds": 3, "sync_every": 0}, "dense_beginning.sync_every=0 is not possible"),
-    ({"rounds": 3, "overlap_steps": -1}, "dense_beginning.overlap_steps=-1 is not possible"),
+    ({"rounds": 0}, f"dense_beginning.rounds=0 is not valid: {LEAST}"),
+    ({"rounds": 2.0}, "dense_beginning.rounds=2.0 is not valid"),
+    ({"rounds": True}, "dense_beginning.rounds=True is not valid"),
+    ({"rounds": 3, "sync_every": 0}, "dense_beginning.sync_every=0 is not valid"),
+    ({"rounds": 3, "overlap_steps": -1}, "dense_beginning.overlap_steps=-1 is not valid"),
     (
         {"rounds": 3, "overlap_steps": 4},
         "dense_beginning.overlap_steps=4 is out of range: .* which is 4",

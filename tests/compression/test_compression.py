@@ -352,13 +352,13 @@ def test_unknown_compressions_and_numbers_out_of_range_are_refused() -> None:
     def simulate(name: str) -> SimulatedGroups:
         return SimulatedGroups([torch.nn.Linear(2, 2)], compression=name)
 
-    unmeasured = "compression='auto' is for a Trainer, whose planner measures the link"
+    unmeasured = "compression='auto' works only with a Trainer, which measures the link"
     refused(resolve, unmeasured, "auto")
     refused(simulate, unmeasured, "auto")
 
     of_share = r"share=.* 0\.02 sends 2 %"
     refused(partial(TopK, values=Int2()), of_share, 0, 0.0, -0.1, 1.01, math.nan, True, "0.1")
-    of_decay = r"decay=.* is out of range: .* use FP4\(\) itself"
+    of_decay = r"decay=.* is out of range: .* use FP4\(\) directly"
     refused(partial(ErrorFeedback, FP4()), of_decay, 0, -0.1, 1.01, math.nan, True, "0.9")
     of_least = r"least=.* is out of range"
     refused(partial(Threshold, 0.1, FP4()), of_least, -0.1, math.nan, True, "3")
@@ -369,12 +369,12 @@ def test_unknown_compressions_and_numbers_out_of_range_are_refused() -> None:
 
     refused(partial(TopK, 0.1), "is not a compression", "fp4", None, FP4)
     refused(partial(RandomK, 8), "is not a compression", "fp4")
-    refused(ErrorFeedback, "nothing to wrap", "fp4", None, FP4, ErrorFeedback(FP4()))
+    refused(ErrorFeedback, "no compression to wrap", "fp4", None, FP4, ErrorFeedback(FP4()))
     refused(lambda limits: Threshold(0.1, FP4(), *limits), "needs exactly one", (), (3.0, 10))
     refused(lambda over: TopK(0.1, FP4(), over=over), "over='all' is unknown", "all")
     lasting = Threshold(0.1, FP4(), every=2)
-    refused(partial(TopK, 0.1), "chooses itself", lasting)
-    refused(partial(RandomK, 4), "keeps a threshold for each place", lasting)
+    refused(partial(TopK, 0.1), "chooses which values it sends", lasting)
+    refused(partial(RandomK, 4), "keeps a threshold for each block", lasting)
 
 
 LEVELS: dict[str, list[float]] = {
@@ -878,8 +878,8 @@ def test_without_it_torch_does_the_same_and_says_why(
     wrong_library = tmp_path / BESIDE / "libfp4.so"
     values = torch.ones(200)
     for unusable, reason in (
-        (cut_library, "was not compiled"),
-        (wrong_library, "gives other bits"),
+        (cut_library, "was built without it"),
+        (wrong_library, "results are not bit-identical"),
     ):
         use(unusable, monkeypatch)
         caplog.clear()

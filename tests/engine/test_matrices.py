@@ -213,7 +213,7 @@ def test_invalid_directions_are_refused() -> None:
     words = rf"returned values of shape {shape} and torch.float32 for float32 matrices"
     assert_direction_refused(words, direction=halved)
     assert_direction_refused("direction='polar' is out of range", direction="polar")
-    words = "which uses none. Leave one of them out"
+    words = "which does not use matrices. Leave out one of them"
     assert_direction_refused(words, direction="elementwise", matrices={"0.weight": 1})
 
 
@@ -224,7 +224,7 @@ def test_invalid_matrices_are_refused() -> None:
     words = "'nothing.*', which names no trainable parameter"
     assert_matrices_refused(words, {"nothing.*": 2})
     assert_matrices_refused("does not suit the parameter '0.weight'", {"0.weight": 3})
-    assert_matrices_refused("is not possible: it must map patterns", {"0.weight": -1})
+    assert_matrices_refused("is not valid: it must map name patterns", {"0.weight": -1})
     assert_matrices_refused("is of type int", 3)
 
 

@@ -474,9 +474,9 @@ def test_kinds_that_cannot_be_are_refused_before_training() -> None:
     assert_kinds_refused("names the trainable parameter 'net.0.weight'", {"net.0.*": "own"})
     words = r"its values are torch\.int64, which have no mean"
     assert_kinds_refused(words, {"counts.whole": "mean"})
-    words = "it must map patterns of names to 'mean', 'first' or 'own'"
+    words = "it must map name patterns to 'mean', 'first' or 'own'"
     assert_kinds_refused(words, {"counts.*": "median"})
-    assert_kinds_refused("of type str: it must map patterns", "own")
+    assert_kinds_refused("of type str: it must map name patterns", "own")
 
 
 def test_groups_resume_bit_for_bit_with_state_of_every_kind() -> None:

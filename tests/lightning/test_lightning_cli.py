@@ -130,7 +130,7 @@ def test_a_yaml_file_is_enough_with_class_paths_and_arguments_override_it(tmp_pa
     assert feedback.format(0.015625, 0.95) in output
     wrong = {**SHORT, "layers_per_fragment": 1, "tau": 3}
     message = refusal(run, tmp_path, **wrong, kind=AssertionError)
-    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in message
+    assert "layers_per_fragment=1 is part of fragments: pass fragments='strided:1'" in message
     assert "tau=3 is called overlap_s" in message
 
 

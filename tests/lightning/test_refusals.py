@@ -103,7 +103,7 @@ OUT_OF_RANGE: Table = [
     ),
     (
         {"timeout": timedelta(milliseconds=99)},
-        "^timeout= ... it must be a timedelta of a tenth of a second ",
+        "^timeout= ... it must be a timedelta of at least a tenth of a second",
     ),
     *(
         ({"compression": name}, f"^compression={name!r} ... 'fp32', 'bf16', 'fp8', ")
@@ -142,17 +142,20 @@ OF_ANOTHER_TYPE: Table = [
     ),
     (
         {"timeout": 60},
-        "^timeout=60 is of type int, not timedelta: it must be a timedelta of a tenth of a second",
+        "^timeout=60 is of type int, not timedelta: it must be a timedelta of at least a tenth of a second",
     ),
     (
         {"timeout": 30},
         "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
     ),
-    ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
+    (
+        {"dense_beginning": 3},
+        "^dense_beginning=3 is not a DenseBeginning. Pass an instance, such as",
+    ),
     (
         {"dense_beginning": DenseBeginning(3), "sync_every": 7},
-        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be at"
-        " most half as large",
+        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7, because the sync_every of"
+        " the dense beginning must be at most half as large",
     ),
     (
         {"dense_beginning": DenseBeginning(3), "schedule": Selective()},
@@ -166,14 +169,14 @@ OF_ANOTHER_TYPE: Table = [
         ({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'")
         for name in ("glo", ":glo", "auto:glo")
     ),
-    ({"compression": FP4}, "compression=<class ... not the class itself"),
+    ({"compression": FP4}, "compression=<class ... not a class"),
     (
         {"outer_optimizer": torch.optim.SGD([torch.zeros(1)])},
         f"of type SGD is already an optimizer ... {OPTIMIZER}",
     ),
     (
         {"outer_optimizer": OuterOptimizer},
-        "outer_optimizer is the class OuterOptimizer itself. Give an instance, ",
+        "outer_optimizer is the class OuterOptimizer itself. Pass an instance, ",
     ),
     ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
@@ -185,7 +188,7 @@ OF_ANOTHER_TYPE: Table = [
         "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces"
         " ... Leave out outer_lr and outer_momentum",
     ),
-    ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']] ... Choose one"),
+    ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']]"),
 ]
 KNOWN = "which torch does not know. It knows gloo, nccl,  ... Choose one of them, leave it out"
 OF_STRATEGIES: Table = [
@@ -255,7 +258,7 @@ OF_THE_OUTER_OPTIMIZER: Table = [
     ({"offload": 1}, f"^offload=1 is of type int, not bool or str: {OFFLOAD}"),
     (
         {"lr_schedule": "cosine"},
-        "^lr_schedule='cosine' is of type str, not Callable: it must be a callable from an",
+        "^lr_schedule='cosine' is of type str, not Callable: it must be a callable that creates",
     ),
 ]
 
@@ -271,7 +274,7 @@ def test_invalid_choices_are_refused_with_the_fault_and_its_remedy() -> None:
     for make in STRATEGIES:
         strategy = make(ddp_kwargs={"find_unused_parameters": True})
         assert strategy._ddp_kwargs["find_unused_parameters"] is True
-    advice = f"the paper saw next to no loss from up to {max(OVERLAP_STEPS)}."
+    advice = f"the paper found almost no loss with up to {max(OVERLAP_STEPS)}."
     assert_refused([engine], [({"overlap_steps": 100}, advice)])
 
 
@@ -280,7 +283,7 @@ def test_invalid_choices_are_refused_with_the_fault_and_its_remedy() -> None:
 FORMER: Table = [
     (
         {"layers_per_fragment": 2},
-        "layers_per_fragment=2 is part of fragments: give fragments='strided:2' or",
+        "layers_per_fragment=2 is part of fragments: pass fragments='strided:2' or",
     ),
     (
         {"lr_schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
@@ -288,27 +291,27 @@ FORMER: Table = [
     ),
     (
         {"clip_norm": 1.0},
-        "clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)",
+        "clip_norm=1.0 belongs to outer_optimizer: pass OuterOptimizer(clip_norm=1.0)",
     ),
-    ({"outlier_guard": 5.0}, "give OuterOptimizer(outlier_guard=5.0)"),
-    ({"offload": False}, "give OuterOptimizer(offload=False)"),
+    ({"outlier_guard": 5.0}, "pass OuterOptimizer(outlier_guard=5.0)"),
+    ({"offload": False}, "pass OuterOptimizer(offload=False)"),
     (
         {"offload": None, "clip_norm": None},
-        "clip_norm=None is not an argument: leave it out.",
+        "clip_norm=None is not an argument, so leave it out.",
     ),
     ({"H": 50}, "H=50 is called sync_every here."),
     ({"tau": 5}, "tau=5 is called overlap_steps here."),
     ({"alpha": 0.5}, "alpha=0.5 is called mixing here."),
     ({"num_fragments": 4}, "num_fragments=4 is called fragments here."),
     ({"delay": 5}, "delay=5 is called overlap_steps here."),
-    ({"quantize": True}, "quantize=True is compression here: 'fp4' is the default"),
-    ({"warmup_steps": 0.1}, "warmup_steps=0.1 is dense_beginning here"),
+    ({"quantize": True}, "quantize=True is called compression here: 'fp4' is the default"),
+    ({"warmup_steps": 0.1}, "warmup_steps=0.1 is called dense_beginning here"),
     ({"outer_learning_rate": 0.7}, "outer_learning_rate=0.7 is called outer_lr here."),
     *(
         (
             {name: 3},
-            f"{name}=3 does not work with worker groups that are launched together: every launch"
-            " waits for all",
+            f"{name}=3 does not work with worker groups that are launched together, because every"
+            " exchange is a collective",
         )
         for name in ("quorum", "grace")
     ),
@@ -349,7 +352,7 @@ def test_the_rate_of_an_outer_optimizer_is_given_beside_it() -> None:
         "momentum": "outer_momentum",
     }.items():
         message = refusal(OuterOptimizer, **{name: 0.5})
-        advice = f"{name}=0.5 belongs to the strategy: give {right}=0.5 next to outer_optimizer."
+        advice = f"{name}=0.5 belongs to the strategy: pass {right}=0.5 next to outer_optimizer."
         assert message == advice
     message = refusal(OuterOptimizer, kind=TypeError, clip_nrm=1.0)
     assert message == "OuterOptimizer has no argument 'clip_nrm'. Did you mean clip_norm?"
@@ -499,7 +502,7 @@ UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], str]] = [
     (
         mlp(),
         {"fragments": [["*.weight"]]},
-        "4 of 8 trainable parameters match no pattern ... Add a pattern",
+        "4 of 8 trainable parameters match no pattern ... Add patterns",
     ),
 ]
 

@@ -76,7 +76,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
             "--overlap-steps none: not a whole number. It takes: Inner steps from the launch",
         ),
         (["--no-such-option=1"], "--no-such-option"),
-        (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
+        (["--layers-per-fragment=3"], "is part of fragments: pass fragments='strided:3'"),
         (["--tau", "3"], "tau='3' is called overlap_steps here"),
     ]
     for sync_every, overlap_steps in ((0, 0), (10, 10), (10, -1)):
