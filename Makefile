@@ -3,7 +3,8 @@
 #   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
 #   make test    run the fast tests
 #   make large   run those with models of real sizes
-#   make slow    run those that take more than half a minute each; make long: both in one run, as .ci/run does
+#   make slow    run those that take more than half a minute each; make long: both in one run
+#   make tests   run the fast, the large and the slow ones in one run, as .ci/run does
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, and over 5,000 rounds, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
@@ -47,7 +48,7 @@ OLDEST_TESTS := tests/test_surface.py \
 NEWEST_TESTS := tests/algorithm tests/compression tests/comm tests/engine \
   $(patsubst %,tests/lightning/test_%.py,register strategy fabric sharded checkpoint works_with loops)
 
-.PHONY: venv demo demo-federation test large slow long chaos soak foreign environment-foreign oldest environment-oldest newest audit coverage mutants gpu gpu-curve dist lint types docs clean
+.PHONY: venv demo demo-federation test large slow long tests chaos soak foreign environment-foreign oldest environment-oldest newest audit coverage mutants gpu gpu-curve dist lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -67,6 +68,10 @@ large slow: $(VENV)/.installed-test
 # While the slow ones wait for processes, the large ones train.
 long: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "large or slow" $(PYTEST_ARGS)
+
+# One run collects the tests once.
+tests: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not chaos and not soak and not foreign" $(PYTEST_ARGS)
 
 # One after the other, and once: who stands still is timed.
 chaos soak: $(VENV)/.installed-test
@@ -158,6 +163,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
+# The group dev includes what these stand for.
+DEV_STAMPS := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,test docs examples)
+
 # The stamps are newer than what they were made from, so nothing is installed twice. The pip of an old Python knows no
 # --group.
 $(VENV)/.installed: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
@@ -169,4 +177,4 @@ $(VENV)/.installed-%: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV), with what '$*' needs ..."
 	$(PIP) 'pip>=25.1'
 	$(PIP) --constraint $(CONSTRAINTS) --editable '.[federated]' --group $*
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(DEV_STAMPS))

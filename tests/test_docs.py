@@ -91,7 +91,7 @@ def test_the_simulator_prints_the_tables_that_its_page_shows(
     monkeypatch.chdir(ROOT / "examples")
     single_text, sweep_text = (text for _, text in blocks(page, "text"))
     assert without_digits(single_text) == without_digits(told("simulate", *single_run))
-    swept = told("simulate", *single_run, "--set", "trainer.max_steps=160", *sweep)
+    swept = told("simulate", *single_run, "--set", "trainer.max_steps=100", *sweep)
     assert without_digits(sweep_text) == without_digits(swept)
 
 

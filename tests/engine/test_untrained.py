@@ -71,7 +71,7 @@ class Stateful(nn.Module):
         )
         self.moving = holder(average=torch.zeros(3))
         self.queue = holder(
-            features=normalize(torch.randn(70_000, 3), dim=1),
+            features=normalize(torch.randn(22_000, 3), dim=1),
             place=torch.zeros((), dtype=torch.int64),
         )
 

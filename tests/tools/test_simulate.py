@@ -114,8 +114,13 @@ def real(rank: int, world_size: int, distribution: str, arguments: list[str]) ->
 @pytest.mark.parametrize(
     ("kind", "groups", "compression", "trainer"),
     [
-        ("lightning.pytorch", 3, "fp4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-        ("pytorch_lightning", 2, "fp32", {"precision": "bf16-mixed"}),
+        (
+            "lightning.pytorch",
+            3,
+            "fp4",
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 15},
+        ),
+        ("pytorch_lightning", 2, "fp32", {"precision": "bf16-mixed", "max_steps": 15}),
         pytest.param(
             "deep", 3, "sparse", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large
         ),
@@ -137,7 +142,7 @@ def test_the_simulator_gives_the_losses_of_real_processes(
     assert len(parts_of_data) == groups
     for rank, group in zip(expected, simulation.groups, strict=True):
         assert group.bytes_sent == rank["report"]["bytes_sent"] > 0
-        assert group.inner_steps == trainer.get("max_steps", 30)
+        assert group.inner_steps == trainer["max_steps"]
         assert same(simulation.outer, rank["outer"])
     logged = [validation.metrics["val_loss"] for validation in simulation.validations]
     assert logged == pytest.approx(expected[0]["validations"], rel=1e-6)
