@@ -523,6 +523,11 @@ class Follower:
         ]
 
     @property
+    def record_keys(self) -> set[str]:
+        """The keys of the records that have not landed."""
+        return {record.key for progress in self.fragments for record in progress.records.values()}
+
+    @property
     def follows(self) -> bool:
         """True if this site can contribute and can provide a state to others."""
         return not self.wants_state
