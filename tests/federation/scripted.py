@@ -199,6 +199,12 @@ class ScriptedSite:
             case Lost():
                 follower.lose(time.monotonic())
                 self.messages.append(event.why)
+        self.drop_payloads()
+
+    def drop_payloads(self) -> None:
+        """Drops the payloads of records that have landed, or end without a landing."""
+        keys = self.follower.record_keys
+        self.blobs = {key: blobs for key, blobs in self.blobs.items() if key in keys}
 
     def be_welcomed(self, event: Welcomed) -> None:
         self.welcomes += 1
@@ -353,7 +359,7 @@ class ScriptedSite:
     def land(self, record: Record) -> None:
         fragment = record.fragment
         part = self.parts[fragment]
-        blobs = self.blobs.pop(record.key)
+        blobs = self.blobs[record.key]
         payloads = [blobs[source[0].key] for source in record.sources]
         new = self.stepped(record, part.values, payloads)
         landing = self.follower.land(record, part.values.digest, new.digest)
@@ -363,6 +369,7 @@ class ScriptedSite:
             part.forget_steps()
         else:
             self.place(fragment, new, landing)
+        self.drop_payloads()
 
     def before_landing(self, record: Record, landing: MergeAction, new: Values) -> None:
         """Runs before a landing changes the values."""

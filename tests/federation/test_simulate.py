@@ -136,6 +136,20 @@ def meet_and_keep_later(self: Progress, closed: Position, kept_from: int) -> Non
         self.records = records
 
 
+def meet_as_before(self: Progress, closed: Position, kept_from: int) -> None:
+    """Remembers which calls it has declined before."""
+    skipped = self.skipped
+    meet_hub(self, closed, kept_from)
+    self.skipped = skipped
+
+
+class Everything(set[Any]):
+    """A set that contains what it does not hold."""
+
+    def __contains__(self, element: object) -> bool:
+        return True
+
+
 def fetch_on(self: RecordQueue, welcome: Welcome) -> None:
     """Fetches what was rolled back."""
     fetching = dict(self.fetching)
@@ -347,6 +361,14 @@ PLANTED = [
         [(Progress, "meet_hub", meet_and_keep_later)],
     ),
     Planted("what was rolled back is fetched on", 33137, [(RecordQueue, "welcome", fetch_on)]),
+    Planted(
+        "calls declined before are declined for ever", 0, [(Progress, "meet_hub", meet_as_before)]
+    ),
+    Planted(
+        "payloads of skipped records are kept",
+        0,
+        [(Follower, "record_keys", property(always(Everything())))],
+    ),
     Planted("a last round is like any other", 0, [(Ledger, "end", always(None))]),
     Planted("a last round takes what was rounded", 0, [(Ledger, "_call", call_as_ever)]),
 ]

@@ -42,6 +42,7 @@ from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Ledger, OpenRound
 from lightning_sdiloco.federation.messages import (
     Call,
+    Called,
     Contribution,
     Event,
     Heartbeat,
@@ -221,6 +222,10 @@ class Connection:
     def contribute(self, contribution: Contribution, blobs: dict[str, bytes]) -> None:
         self._machine.world.send(self._machine, "contribute", contribution, blobs)
 
+    def skip(self, call: Call) -> None:
+        self._machine.life.declined.add((call.fragment, call.round))
+        self._machine.world.send(self._machine, "skip", call)
+
     def __getattr__(self, call: str) -> Callable[..., None]:
         return partial(self._machine.world.send, self._machine, call)
 
@@ -254,6 +259,10 @@ class Life:
     lacks_since: float | None = None
     # The records whose payloads are on their way.
     records: RecordQueue = field(default_factory=RecordQueue)
+    # Since the last welcome, by fragment: the round that the hub has called; and the fragments and
+    # rounds that the site has declined.
+    called: dict[int, int] = field(default_factory=dict)
+    declined: set[tuple[int, int]] = field(default_factory=set)
 
 
 def copied(checkpoint: Any) -> Any:
@@ -496,6 +505,11 @@ class Site(ScriptedSite, Process):
         return StateArrived(offer.header, tuple(blobs), offer.source)
 
     def handle(self, event: SiteEvent) -> None:
+        if isinstance(event, Welcomed):
+            self.life.called.clear()
+            self.life.declined.clear()
+        if isinstance(event, Called):
+            self.life.called[event.call.fragment] = event.call.round
         super().handle(event)
         if isinstance(event, Waiting) and "no site has a state" in event.why:
             self.refuse_donors()
@@ -539,16 +553,28 @@ class Site(ScriptedSite, Process):
         life.has_joined = life.has_joined or self.joins()
         if life.has_joined and not life.is_waiting and not life.is_finishing:
             self.train()
+        calls = self.calls_to_answer()
         try:
             self.act()
         except AgreementError as error:
             self.halt(error)
             return
+        self.world.judge.check_answers(self, calls)
+        self.world.judge.check_memory(self)
         self.wait_or_save()
         if self.follower.finished:
             self.world.let_leave(self)
         else:
             self.schedule_turn(0.1 if life.is_waiting else self.speed)
+
+    def calls_to_answer(self) -> list[tuple[int, int]]:
+        """Returns the fragments and rounds of calls that the site can launch for, or decline."""
+        calls = list[tuple[int, int]]()
+        for fragment, round in self.life.called.items():
+            progress = self.follower.fragments[fragment]
+            if progress.can_launch and round == progress.applied.round + 1:
+                calls.append((fragment, round))
+        return calls if self.follows and not self.life.is_finishing else []
 
     def joins(self) -> bool:
         follower = self.follower
@@ -1592,6 +1618,26 @@ class Judge:
                 if self.payloads.get(payload.key) != blob:
                     where = f"{site.name}, round {record.round} of {record.fragment}"
                     self.violations.append(f"{where}: lands other bytes than were sent")
+
+    def check_answers(self, site: Site, calls: Sequence[tuple[int, int]]) -> None:
+        """Looks whether a site has launched for each of these calls, or declined it since its last
+        welcome.
+        """
+        for fragment, round in calls:
+            progress = site.follower.fragments[fragment]
+            has_launched = progress.flight is not None or progress.applied.round >= round
+            is_answered = has_launched or (fragment, round) in site.life.declined
+            is_silent = site.follows and not is_answered
+            self.deny(is_silent, f"{site.name} does not answer the call of round {round}")
+
+    def check_memory(self, site: Site) -> None:
+        """Looks whether a site keeps payloads of records only until they have landed, and forgets
+        those that will not land.
+        """
+        unlanded = set()
+        for progress in site.follower.fragments:
+            unlanded |= {record.key for record in progress.records.values()}
+        self.deny(site.blobs.keys() - unlanded, f"{site.name} keeps payloads that nobody needs")
 
     def check_launch(self, site: Site, contribution: Contribution, part: Part) -> None:
         ids = list(part.held)
