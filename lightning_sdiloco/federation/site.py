@@ -46,6 +46,7 @@ from lightning_sdiloco.federation.arithmetic import (
 from lightning_sdiloco.federation.codec import Bytes, Json, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    NO_STATE,
     SITE_EVENTS,
     Amended,
     Called,
@@ -818,6 +819,9 @@ class FederatedWorld:
                 self.follower.lose(self._now)
             case Waiting():
                 self._warn_of_waiting(event.why)
+                if event.why == NO_STATE:
+                    # A donor that was refused may send a sound state now.
+                    self._refused.clear()
 
     def _enter(self, event: Welcomed) -> None:
         """Enters the run at the hub's position."""
@@ -927,6 +931,8 @@ class FederatedWorld:
             return
         fragments = self._fragments
         try:
+            if not state.parts:
+                raise Refused("blobs of it are gone from the hub's store, or were altered there")
             if len(state.parts) != len(fragments):
                 raise Refused(
                     f"the state has {len(state.parts)} parts, but there are {len(fragments)}"

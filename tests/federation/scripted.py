@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    NO_STATE,
     Amended,
     Called,
     Contribution,
@@ -191,11 +193,15 @@ class ScriptedSite:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
                 self.give_state(event)
+            case StateArrived() if not event.parts:
+                self.refuse_donors(*self.refused_donors, event.source)
             case StateArrived() if follower.wants_state:
                 state = [Values.from_bytes(part) for part in event.parts]
                 self.take_over(event.header, state, event.source)
             case Waiting():
                 self.messages.append(event.why)
+                if event.why == NO_STATE:
+                    self.refuse_donors()
             case Lost():
                 follower.lose(time.monotonic())
                 self.messages.append(event.why)
@@ -234,7 +240,12 @@ class ScriptedSite:
         return self.follower.follows
 
     def take_over(self, header: StateHeader, state: list[Values], donor: str) -> None:
-        self.adopt(header, state)
+        try:
+            self.adopt(header, state)
+        except Refused:
+            self.refuse_donors(*self.refused_donors, donor)
+            return
+        self.refuse_donors()
         self.donors.append(donor)
         self.connection.hello(self.follower)
 

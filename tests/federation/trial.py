@@ -35,12 +35,13 @@ from lightning_sdiloco.federation import (
     room,
     state_requests,
 )
-from lightning_sdiloco.federation.codec import encoded, plain, read
+from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Ledger, OpenRound
 from lightning_sdiloco.federation.messages import (
+    MOST_BYTES,
     Call,
     Called,
     Contribution,
@@ -57,7 +58,6 @@ from lightning_sdiloco.federation.messages import (
     StateArrived,
     StateHeader,
     StateOffered,
-    Waiting,
     Welcome,
     Welcomed,
     read_event,
@@ -491,13 +491,13 @@ class Site(ScriptedSite, Process):
     def is_sound(self, key: str, blob: bytes) -> bool:
         return known_key(blob) == key
 
-    def fetched(self, offer: StateOffered) -> StateArrived | None:
-        """The offered state, perhaps with a flipped bit; none where a part is gone."""
+    def fetched(self, offer: StateOffered) -> StateArrived:
+        """The offered state, perhaps with a flipped bit; without its parts where one is gone."""
         world = self.world
         try:
             blobs = [self.fetch(part.key) for part in offer.parts]
         except (Missing, Altered):
-            return None
+            return StateArrived(offer.header, (), offer.source)
         if world.flips_now("flip_state"):
             index = world.random.randrange(len(blobs))
             flipped = world.with_flipped_bit(Values.from_bytes(blobs[index]))
@@ -511,8 +511,6 @@ class Site(ScriptedSite, Process):
         if isinstance(event, Called):
             self.life.called[event.call.fragment] = event.call.round
         super().handle(event)
-        if isinstance(event, Waiting) and "no site has a state" in event.why:
-            self.refuse_donors()
 
     def before_beginning_again(self, fragment: int, welcome: Welcome) -> None:
         incarnation = dict(welcome.standing)[fragment]
@@ -526,12 +524,7 @@ class Site(ScriptedSite, Process):
         # Wrong values: until all has landed again, a checkpoint does not say what was launched
         # before.
         self.life.forgot_launches = self.life.has_joined
-        try:
-            super().take_over(header, state, donor)
-        except Refused:
-            # If one does not answer, another one is asked.
-            self.refuse_donors(donor)
-            return
+        super().take_over(header, state, donor)
         judge = self.world.judge
         for part, values, digest in zip(self.parts, state, header.digests, strict=True):
             is_damaged = part.values is values and values.digest != digest
@@ -661,8 +654,8 @@ class Disk(SimulatedDisk):
         """Returns a backup of a while ago."""
         backup = Disk(is_real=False)
         backup.blobs = self.blobs
-        oldest = min(name for name in self.notes if name.startswith("snapshot/"))
-        backup.notes = {name: self.notes[name] for name in ("run_config", oldest)}
+        snapshots = [name for name in self.notes if name.startswith("snapshot/")]
+        backup.notes = {name: self.notes[name] for name in ("run_config", *sorted(snapshots)[:1])}
         for seq in sorted(self.records)[: max(0, len(self.records) - number)]:
             backup.records[seq] = self.records[seq]
             record = Record.from_bytes(self.records[seq])
@@ -1227,6 +1220,17 @@ class World:
                     contributions += history[-1].counted
         return [contribution.payloads[0].key for contribution in contributions]
 
+    def states(self) -> list[str]:
+        """Returns the keys of the parts of all states at the hub."""
+        keys = set[str]()
+        for name, text in self.disk.notes.items():
+            if name.startswith("snapshot/"):
+                snapshot = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
+                keys.update(part.key for part in snapshot.parts)
+        for handed in self.hub.coordinator._states._handed:
+            keys.update(part.key for part in handed.parts)
+        return sorted(keys)
+
     def can_restore(self, hub: Hub) -> bool:
         """Returns whether some site has applied the rounds that sites lack, or can send what is
         lost of them.
@@ -1468,10 +1472,13 @@ class Faults:
 
     def rot(self, site: Site) -> None:
         """Payloads that sites are about to fetch, or have, change on the disk or vanish: one or all
-        of a round.
+        of a round. Or states do.
         """
         world = self.world
-        keys = [key for key in dict.fromkeys(world.newest_payloads()) if key in world.disk.blobs]
+        newest_keys = world.newest_payloads()
+        if 0.3 < self.fault.amount < 0.5:
+            newest_keys = world.states()
+        keys = [key for key in dict.fromkeys(newest_keys) if key in world.disk.blobs]
         for key in keys if self.fault.amount < 0.5 else keys[:1]:
             if self.fault.seconds < 0.6:
                 world.disk.blobs[key] = world.flipped(world.disk.blobs[key])
