@@ -8,8 +8,11 @@ hosts share. The hub ends with the run, when all its sites have left or none has
 a while. Until then, the first rank's process keeps running, because some launchers end the
 processes that another one leaves behind.
 
-Each host reads its keys from the folder of the hub. Only their owner can read them, so the hub's
-host makes them automatically if all hosts can access its folder; otherwise, it hands out no keys.
+Each host reads its keys from the folder of the hub, which only their owner can read. A host that
+cannot access this folder asks the hub's process for its bundle, at the port before the hub's, if
+both are in a private network. There, whoever can reach the port gets the keys of a site, as whoever
+can reach the store of torch.distributed can become a rank. So the hub hands out keys for at most as
+many sites as found the run, and never those that a host has made in the folder.
 """
 
 import atexit
@@ -29,10 +32,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_sdiloco.federation.client import hub_addresses
-from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.keys import add_keys, checked_name, init_keys
 from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.store import write_synced
 from lightning_sdiloco.federation.wire import HubError
-from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
+from lightning_sdiloco.launch.hosts import is_of_this_host, is_private, launch_of_host
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ _MOMENT = 0.2  # seconds between checks
 _LONGEST_START = 60.0  # seconds within which a hub must listen
 # Seconds after which keys must be visible on all hosts; a shared file system may lag behind.
 _LATE_KEYS = 30.0
+_ASKING = 5.0  # seconds within which a host asks for its keys, or the hub answers
 _FIRST_WARNING = 10.0
 # Seconds without a connected site after which a hub ends: the first if all sites have left, the
 # second if some were lost and may come back.
@@ -126,7 +131,7 @@ class HubOfRun(NamedTuple):
             if not self._answers(_LOOPBACK):
                 self._start()
         if self.keys is None and not self.insecure:
-            self._await_keys(patience)
+            self._await_keys(site, patience)
             if not (self._made_keys / f"{site}.bundle").exists():
                 add_keys(self._made_keys, site)
 
@@ -161,12 +166,58 @@ class HubOfRun(NamedTuple):
             # Another process of this host was faster.
             shutil.rmtree(new)
 
-    def _await_keys(self, patience: float) -> None:
-        """Waits until the hub's host has made the keys in a folder that this host can access."""
+    def hand_out_keys(self) -> None:
+        """Answers hosts that ask for their keys, if this is safe, until the process ends."""
+        address, port = hub_addresses(self.address)[0]
+        if str(self.keys_of_sites) != str(self._made_keys) or not is_private(address):
+            return
+        # Only a host in the network of this address can connect.
+        with socket.create_server((address, port - 1)) as listener:
+            while True:
+                asker, _ = listener.accept()
+                with asker, suppress(OSError, ValueError):
+                    asker.settimeout(_ASKING)
+                    self._answer(asker, asker.makefile().readline(64).strip())
+
+    def _answer(self, asker: socket.socket, site: str) -> None:
+        """Sends the keys of a site, unless its host has made them, or enough sites have theirs."""
+        bundle = self._made_keys / f"{checked_name('site', site)}.bundle"
+        handed_out = bundle.with_suffix(".handed-out")
+        bundles = list(self._made_keys.glob("*.bundle"))
+        # One of these is the hub's.
+        if not handed_out.exists() and bundle not in bundles and len(bundles) <= self.sites:
+            add_keys(self._made_keys, site)
+            handed_out.touch()
+        if handed_out.exists():
+            asker.sendall(bundle.read_bytes())
+            _log.info("a host has asked for the keys of %s", site)
+
+    def _finds_keys(self, site: str) -> bool:
+        """Returns whether this host has the keys of its site, can make them, or gets them from the
+        hub's host.
+        """
+        bundle = self._made_keys / f"{site}.bundle"
+        if bundle.exists() or (self._made_keys / "hub.bundle").exists():
+            return True
+        address, port = hub_addresses(self.address)[0]
+        keys = b""
+        if is_private(address):
+            with suppress(OSError), socket.create_connection((address, port - 1), _ASKING) as asked:
+                asked.sendall(f"{site}\n".encode())
+                keys = asked.makefile("rb").read()
+        if keys:
+            self._made_keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                # If it exists, this host sees the hub's folder after all.
+                write_synced(bundle, keys)
+        return bool(keys)
+
+    def _await_keys(self, site: str, patience: float) -> None:
+        """Waits until this host can access the folder of keys, or gets its own from the hub."""
         began = time.monotonic()
         warns_at = began + _FIRST_WARNING
         answers_since = None
-        while not (self._made_keys / "hub.bundle").exists():
+        while not self._finds_keys(site):
             now = time.monotonic()
             if answers_since is None and self._answers(hub_addresses(self.address)[0][0]):
                 answers_since = now
@@ -272,6 +323,7 @@ def serve(hub: HubOfRun) -> None:
         keys=hub.keys,
         insecure=hub.insecure,
     )
+    threading.Thread(target=hub.hand_out_keys, daemon=True).start()
     with closing(service):
         service.start()
         _log.info("process %d: the hub for run %s is listening on %s", os.getpid(), *hub[:2])

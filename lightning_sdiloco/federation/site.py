@@ -931,8 +931,6 @@ class FederatedWorld:
             return
         fragments = self._fragments
         try:
-            if not state.parts:
-                raise Refused("blobs of it are gone from the hub's store, or were altered there")
             if len(state.parts) != len(fragments):
                 raise Refused(
                     f"the state has {len(state.parts)} parts, but there are {len(fragments)}"
