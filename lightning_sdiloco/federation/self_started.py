@@ -169,15 +169,17 @@ class HubOfRun(NamedTuple):
     def hand_out_keys(self) -> None:
         """Answers hosts that ask for their keys, if this is safe, until the process ends."""
         address, port = hub_addresses(self.address)[0]
-        if str(self.keys_of_sites) != str(self._made_keys) or not is_private(address):
+        if self.keys or self.insecure or not is_private(address):
             return
-        # Only a host in the network of this address can connect.
-        with socket.create_server((address, port - 1)) as listener:
+        # This host may resolve its own name to a loopback address.
+        with socket.create_server(("", port - 1)) as listener:
             while True:
-                asker, _ = listener.accept()
+                asker, peer = listener.accept()
                 with asker, suppress(OSError, ValueError):
                     asker.settimeout(_ASKING)
-                    self._answer(asker, asker.makefile().readline(64).strip())
+                    site = asker.makefile().readline(64).strip()
+                    if is_private(peer[0]):
+                        self._answer(asker, site)
 
     def _answer(self, asker: socket.socket, site: str) -> None:
         """Sends the keys of a site, unless its host has made them, or enough sites have theirs."""
@@ -202,9 +204,9 @@ class HubOfRun(NamedTuple):
         address, port = hub_addresses(self.address)[0]
         keys = b""
         if is_private(address):
-            with suppress(OSError), socket.create_connection((address, port - 1), _ASKING) as asked:
-                asked.sendall(f"{site}\n".encode())
-                keys = asked.makefile("rb").read()
+            with suppress(OSError), socket.create_connection((address, port - 1), _ASKING) as hub:
+                hub.sendall(f"{site}\n".encode())
+                keys = hub.makefile("rb").read()
         if keys:
             self._made_keys.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):
@@ -225,8 +227,9 @@ class HubOfRun(NamedTuple):
             if hub_is_ready or now > began + patience:
                 raise ValueError(
                     f"The hub of run {self.run!r} at {self.address} made its keys in"
-                    f" {self._made_keys} on its own host, but this host has no such folder. Give a"
-                    " folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
+                    f" {self._made_keys} on its own host, but this host has no such folder, and could"
+                    " not ask for its keys over a private network, at the port before the hub's."
+                    " Give a folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
                     " keys init) and give them to each host (Federation(keys=...)), or"
                     " insecure=True where only these hosts reach the port."
                 )
@@ -241,11 +244,10 @@ class HubOfRun(NamedTuple):
 
     def _start(self) -> None:
         """Starts the hub and waits until it listens, or until another process has started it."""
-        arguments = {**self._asdict(), "folder": str(self.folder)}
-        arguments["keys"] = None if self.insecure else str(self.keys_of_sites)
+        arguments = json.dumps(self._asdict(), default=str)
         with self.log_file.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(arguments)],
+                [sys.executable, "-m", __name__, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -320,7 +322,7 @@ def serve(hub: HubOfRun) -> None:
         hub.folder / "hub.sqlite",
         hub.sites,
         f"0.0.0.0:{hub._port}",
-        keys=hub.keys,
+        keys=hub.keys_of_sites,
         insecure=hub.insecure,
     )
     threading.Thread(target=hub.hand_out_keys, daemon=True).start()
