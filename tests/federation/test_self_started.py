@@ -59,9 +59,8 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
     log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    disk = Path(os.environ["HOST_DISK"])
-    disk.mkdir(exist_ok=True)
-    os.chdir(disk)
+    os.makedirs(os.environ["HOST_DISK"], exist_ok=True)
+    os.chdir(os.environ["HOST_DISK"])
     socket.gethostname = lambda: name
     torch.set_num_threads(1)
     model = mlp()
