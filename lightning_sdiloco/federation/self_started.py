@@ -216,15 +216,13 @@ class HubOfRun(NamedTuple):
 
     def _await_keys(self, site: str, patience: float) -> None:
         """Waits until this host can access the folder of keys, or gets its own from the hub."""
-        began = time.monotonic()
-        warns_at = began + _FIRST_WARNING
-        answers_since = None
+        deadline = time.monotonic() + patience
+        warns_at = time.monotonic() + _FIRST_WARNING
         while not self._finds_keys(site):
             now = time.monotonic()
-            if answers_since is None and self._answers(hub_addresses(self.address)[0][0]):
-                answers_since = now
-            hub_is_ready = answers_since is not None and now > answers_since + _LATE_KEYS
-            if hub_is_ready or now > began + patience:
+            if self._answers(hub_addresses(self.address)[0][0]):
+                deadline = min(deadline, now + _LATE_KEYS)
+            if now > deadline:
                 raise ValueError(
                     f"The hub of run {self.run!r} at {self.address} made its keys in"
                     f" {self._made_keys} on its own host, but this host has no such folder, and could"
@@ -284,14 +282,15 @@ class HubOfRun(NamedTuple):
 
 def hub_of_hosts(
     run: str,
-    place: Place,
+    hub: str,
+    sites: int,
     folder: str | Path | None,
     keys: str | Path | None,
     insecure: bool,
 ) -> HubOfRun:
     """Returns the hub that the hosts of a run start, from the perspective of this host."""
     launch = launch_of_host()
-    ((address, _),) = hub_addresses(place.hub)
+    ((address, _),) = hub_addresses(hub)
     is_here = is_of_this_host(address)
     if launch.number is not None and launch.address == address:
         # On every host, such names may refer to that host.
@@ -303,8 +302,8 @@ def hub_of_hosts(
         )
     return HubOfRun(
         run,
-        place.hub,
-        place.sites,
+        hub,
+        sites,
         Path(folder or f"hub-{run}"),
         is_here,
         None if keys is None else Path(keys),
