@@ -511,14 +511,29 @@ def test_a_site_frees_the_payloads_of_records_that_are_rolled_back() -> None:
 def test_a_site_frees_the_payloads_of_records_that_a_state_contains() -> None:
     behind, ahead = with_unlanded_payloads()
     behind.fragments[0].forget()
-    for _ in range(8):
-        ahead.hub.passes(STEP)
-        for site in (behind, ahead):
-            site.world.hear()
-            site.world._look_after()
+    fetch_state(behind, ahead)
     assert behind.fragments[0].applied == ahead.fragments[0].applied
     # One round has closed since.
     assert len(behind.world._blobs) == 1
+
+
+def fetch_state(*sites: Site) -> None:
+    """Lets sites ask for states and give them, without an inner step."""
+    for _ in range(30):
+        sites[0].hub.passes(STEP)
+        for site in sites:
+            site.world.hear()
+            site.world._look_after()
+
+
+def test_a_site_asks_a_donor_that_it_has_refused_again_if_there_is_no_other() -> None:
+    sites = founded(2, 20, **ONE_FRAGMENT | {"grace": 1.0})
+    behind, ahead = sites
+    behind.fragments[0].forget()
+    behind.world._refused += ["s1", "the snapshot"]
+    fetch_state(behind, ahead)
+    assert behind.follower.follows
+    assert behind.world._refused == []
 
 
 def test_a_rank_frees_the_payloads_of_a_record_that_is_rolled_back() -> None:

@@ -565,7 +565,8 @@ class Site(ScriptedSite, Process):
         calls = list[tuple[int, int]]()
         for fragment, round in self.life.called.items():
             progress = self.follower.fragments[fragment]
-            if progress.can_launch and round == progress.applied.round + 1:
+            is_open = progress.lag <= 0 and round == progress.applied.round + 1
+            if progress.can_launch and is_open:
                 calls.append((fragment, round))
         return calls if self.follows and not self.life.is_finishing else []
 
