@@ -31,7 +31,7 @@ from lightning_sdiloco.federation.run_config import (
     RunConfig,
     Terms,
 )
-from lightning_sdiloco.federation.self_started import HubOfRun, Place, hub_of_hosts, place_of_host
+from lightning_sdiloco.federation.self_started import HubOfRun, hub_of_hosts, place_of_host
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection, on_all_ranks
 from lightning_sdiloco.version import VERSION
 
@@ -308,8 +308,9 @@ class Federation:
         if not self.starts_hub:
             return None
         site = str(self.site)
-        place = Place(str(self.hub), self.sites or 1, site)
-        hub = hub_of_hosts(self.run, place, self.folder, self.keys, self.insecure)
+        hub = hub_of_hosts(
+            self.run, str(self.hub), self.sites or 1, self.folder, self.keys, self.insecure
+        )
 
         def prepare() -> None:
             if topology.group_rank == 0:

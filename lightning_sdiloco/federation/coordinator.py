@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
@@ -79,7 +79,8 @@ Status = dict[str, Json]
 class SiteStatistics:
     """The statistics of a site, for `Coordinator.status`. ``began`` has the time at which each blob
     began to arrive; ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against`` are
-    from the last heartbeat.
+    from the last heartbeat. ``excluded`` has the sources whose states the site has refused since it last
+    had one.
     """
 
     heard_at: float = 0.0
@@ -94,6 +95,8 @@ class SiteStatistics:
     not_finite: int = 0
     too_long: int = 0
     wrong_buffers: int = 0
+    refused_states: int = 0
+    excluded: Collection[str] = ()
     bytes: int = 0
     rate: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
@@ -607,6 +610,11 @@ class Coordinator:
         with self._lock:
             self._require_member(peer)
             records = [self._record_of(lacked) for lacked in lacked_rounds]
+            refused = set(without).difference(self.statistics[peer.name].excluded)
+            self.statistics[peer.name].excluded = without
+            blobs = self._states.fetched_by(peer.name) if refused else []
+        if refused:
+            self._note_refused(peer.name, refused, self._lost.damaged_blobs(blobs))
         has_lost = False
         for record in records:
             # This takes a while, because it reads payloads.
@@ -624,6 +632,20 @@ class Coordinator:
             need = Need(frozenset(without), lacked_rounds)
             self._states.ask(self.ledger, peer.name, need)
         return {}
+
+    def _note_refused(
+        self, site: str, sources: Iterable[str], damaged: Collection[Payload]
+    ) -> None:
+        """Notes that a site could not use the states of some sources."""
+        why = "its log says why"
+        if damaged:
+            why = "blobs of it are gone from the store, or were altered there"
+        with self._lock:
+            for source in sources:
+                self.statistics[site].refused_states += 1
+                log.error("%s refuses the state of %s: %s", site, source, why)
+            for header in self._states.damaged_snapshots(damaged):
+                self.ledger.snapshots.drop(header)
 
     def _record_of(self, round_id: RoundId) -> Record:
         fragment, round = round_id
@@ -849,6 +871,7 @@ class Coordinator:
             "not_finite": statistics.not_finite,
             "too_long": statistics.too_long,
             "wrong_buffers": statistics.wrong_buffers,
+            "refused_states": statistics.refused_states,
             "incarnations": statistics.incarnations,
             "bytes": statistics.bytes,
             "bytes_per_second": round(statistics.rate),

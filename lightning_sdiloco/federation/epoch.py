@@ -3,10 +3,11 @@ hub.
 
 [Note: two hubs] A ledger is locked while a hub serves it. The lock does not help if a file system
 forgets the locks of a lost host and a successor starts while the earlier hub is still running. So
-each hub writes its epoch next to the ledger, and checks before each write that it is unchanged: of
-two hubs, only the later one writes. Each answer of a hub carries the epoch, and a site does not
-follow a hub whose epoch is earlier than one it has seen. An epoch is at least the time of the hub's
-start in seconds, so that a hub on a new ledger, or on a copy, is also a later one.
+each hub writes its epoch next to the ledger, and checks before each write, and before it drops
+blobs, that it is unchanged: of two hubs, only the later one does so. Each answer of a hub carries
+the epoch, and a site does not follow a hub whose epoch is earlier than one it has seen. An epoch is
+at least the time of the hub's start in seconds, so that a hub on a new ledger, or on a copy, is
+also a later one.
 """
 
 import os

@@ -89,7 +89,7 @@ class Progress:
         lacking: The rounds of these records whose payloads the hub should have but has lost.
         closed: The last round that is known to be closed.
         kept_from: The first round whose payloads the hub keeps.
-        refused: The last round whose record was measured against different outer parameters.
+        refused: The key of the last record that was measured against different outer parameters.
         late: The action for a contribution that arrives too late.
         dropped: True if the last contribution was dropped because it was late.
         too_long: One bit for each of the last contributions that counted or that the guard left
@@ -115,7 +115,7 @@ class Progress:
     lacking: set[int] = field(default_factory=set)
     closed: int = 0
     kept_from: int = 1
-    refused: int = 0
+    refused: str = ""
     late: MergeAction = MergeAction.CARRY
     dropped: bool = False
     too_long: int = 0
@@ -242,10 +242,12 @@ class Progress:
             self.applied = start
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
-        """Takes in the position of a hub, which resends all records after the applied one. Earlier
-        records that have not landed may not exist in its run, because they are from another hub or
-        were rolled back.
+        """Takes in the position of a hub, which resends its call and all records after the applied
+        one. Earlier calls, and records that have not landed, may not exist in its run, because they
+        are from another hub or were rolled back.
         """
+        self.call = None
+        self.skipped = 0
         last_record = self.records.get(closed.round)
         if last_record is None or last_record.position != closed:
             self.records = {}
@@ -521,6 +523,11 @@ class Follower:
         ]
 
     @property
+    def record_keys(self) -> set[str]:
+        """The keys of the records that have not landed."""
+        return {record.key for progress in self.fragments for record in progress.records.values()}
+
+    @property
     def follows(self) -> bool:
         """True if this site can contribute and can provide a state to others."""
         return not self.wants_state
@@ -700,7 +707,7 @@ class Follower:
         progress = self.fragments[record.fragment]
         if before != record.digest:
             progress.forget()
-            if progress.refused == record.round:
+            if progress.refused == record.key:
                 raise AgreementError(
                     f"Round {record.round} of fragment {record.fragment} was measured against outer"
                     " parameters that cannot be restored: from another state, this site again"
@@ -708,7 +715,7 @@ class Follower:
                     " sites that held them are gone. Roll the run back to an earlier round (sdiloco"
                     " hub rollback)."
                 )
-            progress.refused = record.round
+            progress.refused = record.key
             return MergeAction.REFUSE
         action = progress.landing(record, self.site)
         progress.land(action, record.position, after)

@@ -754,6 +754,10 @@ class Snapshots:
             sound.append((header, verified))
         self._states = sound[newest_verified:]
 
+    def drop(self, header: StateHeader) -> None:
+        """Drops a state that was damaged at the hub."""
+        self._states = [state for state in self._states if state[0] != header]
+
     def is_due(self, rounds: Iterable[int], interval: int | None = None) -> bool:
         if not self._states:
             return True

@@ -30,18 +30,19 @@ class LostPayloads:
         """Returns the payloads of a record that are gone or were altered, and drops these, because
         the store would otherwise not accept them again.
         """
-        is_known = _id_of(record) in self._records
-        lost = list[Payload]()
-        for payload in _payloads(record):
-            is_there = holds(self._store, [payload])
+        payloads = _payloads(record)
+        if _id_of(record) in self._records:
             # Blobs that are stored after a loss were verified on arrival.
-            if not is_there or not (is_known or self._is_unaltered(payload)):
-                lost.append(payload)
-        return lost
+            return [payload for payload in payloads if not holds(self._store, [payload])]
+        return self.damaged_blobs(payloads)
+
+    def damaged_blobs(self, blobs: Iterable[Payload]) -> list[Payload]:
+        """Returns the blobs that are gone or were altered, and drops these."""
+        return [blob for blob in blobs if not self._is_unaltered(blob)]
 
     def _is_unaltered(self, payload: Payload) -> bool:
         try:
-            self._store.get(payload.key)
+            self._store.verify(payload.key)
         except Missing:
             return False
         except Altered:

@@ -408,6 +408,9 @@ class Lost:
     is_busy: bool = False
 
 
+NO_STATE = "no site has a state: waiting for one that comes back with it"
+"""The reason why a site waits that needs a state."""
+
 SiteEvent = (
     Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateArrived | Lost
 )

@@ -697,9 +697,10 @@ class HubConnection:
     def _fetch_state(self, offered: StateOffered) -> None:
         blobs = self._blobs(offered.parts, pool="states")
         self._asking = False
+        parts: tuple[Bytes, ...] = ()
         if blobs is not None:
             parts = tuple(blobs[part.key] for part in offered.parts)
-            self._put(StateArrived(offered.header, parts, offered.source))
+        self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
         """Fetches the payloads of waiting records, as far as memory allows."""

@@ -8,8 +8,11 @@ hosts share. The hub ends with the run, when all its sites have left or none has
 a while. Until then, the first rank's process keeps running, because some launchers end the
 processes that another one leaves behind.
 
-Each host reads its keys from the folder of the hub. Only their owner can read them, so the hub's
-host makes them automatically if all hosts can access its folder; otherwise, it hands out no keys.
+Each host reads its keys from the folder of the hub, which only their owner can read. A host that
+cannot access this folder asks the hub's process for its bundle, at the port before the hub's, if
+both are in a private network. There, whoever can reach the port gets the keys of a site, as whoever
+can reach the store of torch.distributed can become a rank. So the hub hands out keys for at most as
+many sites as found the run, and never those that a host has made in the folder.
 """
 
 import atexit
@@ -29,10 +32,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_sdiloco.federation.client import hub_addresses
-from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.keys import add_keys, checked_name, init_keys
 from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.store import write_synced
 from lightning_sdiloco.federation.wire import HubError
-from lightning_sdiloco.launch.hosts import is_of_this_host, launch_of_host
+from lightning_sdiloco.launch.hosts import is_of_this_host, is_private, launch_of_host
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ _MOMENT = 0.2  # seconds between checks
 _LONGEST_START = 60.0  # seconds within which a hub must listen
 # Seconds after which keys must be visible on all hosts; a shared file system may lag behind.
 _LATE_KEYS = 30.0
+_ASKING = 5.0  # seconds within which a host asks for its keys, or the hub answers
 _FIRST_WARNING = 10.0
 # Seconds without a connected site after which a hub ends: the first if all sites have left, the
 # second if some were lost and may come back.
@@ -126,7 +131,7 @@ class HubOfRun(NamedTuple):
             if not self._answers(_LOOPBACK):
                 self._start()
         if self.keys is None and not self.insecure:
-            self._await_keys(patience)
+            self._await_keys(site, patience)
             if not (self._made_keys / f"{site}.bundle").exists():
                 add_keys(self._made_keys, site)
 
@@ -161,21 +166,68 @@ class HubOfRun(NamedTuple):
             # Another process of this host was faster.
             shutil.rmtree(new)
 
-    def _await_keys(self, patience: float) -> None:
-        """Waits until the hub's host has made the keys in a folder that this host can access."""
-        began = time.monotonic()
-        warns_at = began + _FIRST_WARNING
-        answers_since = None
-        while not (self._made_keys / "hub.bundle").exists():
+    def hand_out_keys(self) -> None:
+        """Answers hosts that ask for their keys, if this is safe, until the process ends."""
+        address, port = hub_addresses(self.address)[0]
+        if self.keys or self.insecure or not is_private(address):
+            return
+        # This host may resolve its own name to a loopback address.
+        with socket.create_server(("", port - 1)) as listener:
+            while True:
+                asker, peer = listener.accept()
+                with asker, suppress(OSError, ValueError):
+                    asker.settimeout(_ASKING)
+                    site = asker.makefile().readline(64).strip()
+                    if is_private(peer[0]):
+                        self._answer(asker, site)
+
+    def _answer(self, asker: socket.socket, site: str) -> None:
+        """Sends the keys of a site, unless its host has made them, or enough sites have theirs."""
+        bundle = self._made_keys / f"{checked_name('site', site)}.bundle"
+        handed_out = bundle.with_suffix(".handed-out")
+        bundles = list(self._made_keys.glob("*.bundle"))
+        # One of these is the hub's.
+        if not handed_out.exists() and bundle not in bundles and len(bundles) <= self.sites:
+            add_keys(self._made_keys, site)
+            handed_out.touch()
+        if handed_out.exists():
+            asker.sendall(bundle.read_bytes())
+            _log.info("a host has asked for the keys of %s", site)
+
+    def _finds_keys(self, site: str) -> bool:
+        """Returns whether this host has the keys of its site, can make them, or gets them from the
+        hub's host.
+        """
+        bundle = self._made_keys / f"{site}.bundle"
+        if bundle.exists() or (self._made_keys / "hub.bundle").exists():
+            return True
+        address, port = hub_addresses(self.address)[0]
+        keys = b""
+        if is_private(address):
+            with suppress(OSError), socket.create_connection((address, port - 1), _ASKING) as hub:
+                hub.sendall(f"{site}\n".encode())
+                keys = hub.makefile("rb").read()
+        if keys:
+            self._made_keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                # If it exists, this host sees the hub's folder after all.
+                write_synced(bundle, keys)
+        return bool(keys)
+
+    def _await_keys(self, site: str, patience: float) -> None:
+        """Waits until this host can access the folder of keys, or gets its own from the hub."""
+        deadline = time.monotonic() + patience
+        warns_at = time.monotonic() + _FIRST_WARNING
+        while not self._finds_keys(site):
             now = time.monotonic()
-            if answers_since is None and self._answers(hub_addresses(self.address)[0][0]):
-                answers_since = now
-            hub_is_ready = answers_since is not None and now > answers_since + _LATE_KEYS
-            if hub_is_ready or now > began + patience:
+            if self._answers(hub_addresses(self.address)[0][0]):
+                deadline = min(deadline, now + _LATE_KEYS)
+            if now > deadline:
                 raise ValueError(
                     f"The hub of run {self.run!r} at {self.address} made its keys in"
-                    f" {self._made_keys} on its own host, but this host has no such folder. Give a"
-                    " folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
+                    f" {self._made_keys} on its own host, but this host has no such folder, and could"
+                    " not ask for its keys over a private network, at the port before the hub's."
+                    " Give a folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
                     " keys init) and give them to each host (Federation(keys=...)), or"
                     " insecure=True where only these hosts reach the port."
                 )
@@ -190,11 +242,10 @@ class HubOfRun(NamedTuple):
 
     def _start(self) -> None:
         """Starts the hub and waits until it listens, or until another process has started it."""
-        arguments = {**self._asdict(), "folder": str(self.folder)}
-        arguments["keys"] = None if self.insecure else str(self.keys_of_sites)
+        arguments = json.dumps(self._asdict(), default=str)
         with self.log_file.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(arguments)],
+                [sys.executable, "-m", __name__, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -231,14 +282,15 @@ class HubOfRun(NamedTuple):
 
 def hub_of_hosts(
     run: str,
-    place: Place,
+    hub: str,
+    sites: int,
     folder: str | Path | None,
     keys: str | Path | None,
     insecure: bool,
 ) -> HubOfRun:
     """Returns the hub that the hosts of a run start, from the perspective of this host."""
     launch = launch_of_host()
-    ((address, _),) = hub_addresses(place.hub)
+    ((address, _),) = hub_addresses(hub)
     is_here = is_of_this_host(address)
     if launch.number is not None and launch.address == address:
         # On every host, such names may refer to that host.
@@ -250,8 +302,8 @@ def hub_of_hosts(
         )
     return HubOfRun(
         run,
-        place.hub,
-        place.sites,
+        hub,
+        sites,
         Path(folder or f"hub-{run}"),
         is_here,
         None if keys is None else Path(keys),
@@ -269,9 +321,10 @@ def serve(hub: HubOfRun) -> None:
         hub.folder / "hub.sqlite",
         hub.sites,
         f"0.0.0.0:{hub._port}",
-        keys=hub.keys,
+        keys=hub.keys_of_sites,
         insecure=hub.insecure,
     )
+    threading.Thread(target=hub.hand_out_keys, daemon=True).start()
     with closing(service):
         service.start()
         _log.info("process %d: the hub for run %s is listening on %s", os.getpid(), *hub[:2])

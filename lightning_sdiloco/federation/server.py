@@ -690,6 +690,8 @@ class HubService(Hub):
         while not self._closed.is_set():
             self._warn_of_descriptors()
             try:
+                # Dropping blobs is not a write to the ledger, which would check this.
+                self._epoch.require()
                 seconds = self.coordinator.tick()
             except HubError as error:
                 log.warning("%s", error)

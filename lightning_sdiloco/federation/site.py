@@ -46,6 +46,7 @@ from lightning_sdiloco.federation.arithmetic import (
 from lightning_sdiloco.federation.codec import Bytes, Json, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    NO_STATE,
     SITE_EVENTS,
     Amended,
     Called,
@@ -191,6 +192,8 @@ class SharedConnection:
                 recorded = self._note_fetched(rank, key, is_available)
                 if recorded is not None:
                     events.append(recorded)
+        payloads = self._payloads.items()
+        self._payloads = {key: blobs for key, blobs in payloads if key in self._fetching}
         samples = sum(report.samples for report in reports)
         rate = max(report.rate for report in reports)
         return SiteReport(events, reports[0].now, requests, samples, rate)
@@ -231,8 +234,7 @@ class SharedConnection:
         """
         fetching = self._fetching.get(key)
         if fetching is None:
-            # The record was fetched twice.
-            self._payloads.pop(key, None)
+            # The record was fetched twice, or rolled back.
             return None
         fetching.ranks.add(rank)
         if is_available and len(fetching.ranks) < self._ranks.size:
@@ -510,6 +512,9 @@ class FederatedWorld:
         for index in list(self._launched):
             if self.follower.fragments[index].flight is None:
                 self._rounds.flights.remove(self._launched.pop(index).flight)
+        # Records also end without a landing: a state contains them, or the hub rolls them back.
+        keys = self.follower.record_keys
+        self._blobs = {key: blobs for key, blobs in self._blobs.items() if key in keys}
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands records that are due, and waits if the rules require it."""
@@ -650,7 +655,6 @@ class FederatedWorld:
         lost_before = progress.lost_steps
         action = self.follower.land(record, stepped.before, stepped.after)
         del self._applying[record.fragment]
-        self._blobs.pop(record.key, None)
         if action is MergeAction.REFUSE:
             _log.warning(
                 "Round %d of fragment %d was measured against different outer parameters from this"
@@ -820,6 +824,9 @@ class FederatedWorld:
                 self.follower.lose(self._now)
             case Waiting():
                 self._warn_of_waiting(event.why)
+                if event.why == NO_STATE:
+                    # A donor that was refused may send a sound state now.
+                    self._refused.clear()
 
     def _enter(self, event: Welcomed) -> None:
         """Enters the run at the hub's position."""

@@ -13,6 +13,7 @@ from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.ledger import Ledger
 from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
+    NO_STATE,
     Event,
     Payload,
     RoundId,
@@ -160,8 +161,7 @@ class States:
                 " one",
                 site,
             )
-            why = "no site has a state: waiting for one that comes back with it"
-            self._notify(event_of(Waiting(why)), [site])
+            self._notify(event_of(Waiting(NO_STATE)), [site])
 
     def _open_request(self, ledger: Ledger, site: str, need: Need) -> StateRequest | None:
         """Returns an open request whose state can also serve a site."""
@@ -232,6 +232,17 @@ class States:
     def _hand(self, parts: Sequence[Payload], askers: Sequence[str], lease: float) -> None:
         now = self._clock()
         self._handed.append(Handed(tuple(parts), tuple(askers), now + lease, now + _SENDING))
+
+    def fetched_by(self, site: str) -> list[Payload]:
+        """Returns the blobs of the states that a site is fetching."""
+        return [part for handed in self._handed if site in handed.askers for part in handed.parts]
+
+    def damaged_snapshots(self, blobs: Collection[Payload]) -> list[StateHeader]:
+        """Returns the snapshots that lack one of these blobs."""
+        snapshots = self.snapshots.values()
+        return [
+            snapshot.header for snapshot in snapshots if set(blobs).intersection(snapshot.parts)
+        ]
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
         """Asks another site if a donor does not answer, is gone, or sends no heartbeats; returns

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -338,6 +339,11 @@ class BlobStore:
             )
         return blob
 
+    def verify(self, key: str) -> None:
+        """Raises an error unless a blob is in the store and unaltered."""
+        if _digest(partial(self.read, key), self.size(key)) != key:
+            raise Altered(f"blob {key} was altered in the store {self.url}.")
+
     def size(self, key: str) -> int:
         with self._existing(key) as path:
             return int(self._files.info(path)["size"])
@@ -405,6 +411,8 @@ class InMemoryStore:
         if key not in self._blobs:
             raise Missing(f"there is no blob {key}.")
         return self._blobs[key]
+
+    verify = get
 
     def size(self, key: str) -> int:
         return len(self.get(key))
@@ -489,10 +497,11 @@ class Upload:
         with self._committing, self.discarded_on_error(), _reporting_full_disks(self._store.spool):
             if self._committed:
                 return
-            digest = hashlib.sha256()
-            for start in range(0, self.size, 4 * CHUNK):
-                digest.update(os.pread(self._handle(), 4 * CHUNK, start))
-            if digest.hexdigest() != self.key:
+            handle = self._handle()
+            if (
+                _digest(lambda start, end: os.pread(handle, end - start, start), self.size)
+                != self.key
+            ):
                 raise Altered(f"the bytes that arrived are not those announced as {self.key}.")
             os.fsync(self._handle())
             self._store.store(self._path, self.key)
@@ -515,6 +524,14 @@ class Upload:
         if self._given_up:
             raise Missing(f"the upload of {self.key} was given up: send it again.")
         return self._file.fileno()
+
+
+def _digest(read: Callable[[int, int], bytes], size: int) -> str:
+    """Returns the digest of a blob, which is read in pieces."""
+    digest = hashlib.sha256()
+    for start in range(0, size, 4 * CHUNK):
+        digest.update(read(start, min(start + 4 * CHUNK, size)))
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ start one torchrun per host, because a torchrun that spans several hosts restart
 one process fails.
 """
 
+import ipaddress
 import json
 import os
 import re
@@ -174,6 +175,12 @@ def make_world(launch: Launch, processes: int) -> None:
     if launch.launcher == "SLURM":
         os.environ["LOCAL_RANK"] = os.environ["RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = str(processes)
+
+
+def is_private(host: str) -> bool:
+    """Returns whether all addresses of a host are those of a private network."""
+    addresses = [address[0] for *_, address in socket.getaddrinfo(host, 0)]
+    return not any(ipaddress.ip_address(address).is_global for address in addresses)
 
 
 def is_of_this_host(address: str) -> bool:

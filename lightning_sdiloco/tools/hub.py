@@ -329,6 +329,11 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "wrong_buffers",
         "Contributions of a site whose buffers were too large or not finite.",
     ),
+    "refused_states": (
+        "counter",
+        "refused_states",
+        "States that a site has fetched and could not use.",
+    ),
     "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": (

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    NO_STATE,
     Amended,
     Called,
     Contribution,
@@ -191,14 +193,24 @@ class ScriptedSite:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
                 self.give_state(event)
+            case StateArrived() if not event.parts:
+                self.refuse_donors(*self.refused_donors, event.source)
             case StateArrived() if follower.wants_state:
                 state = [Values.from_bytes(part) for part in event.parts]
                 self.take_over(event.header, state, event.source)
             case Waiting():
                 self.messages.append(event.why)
+                if event.why == NO_STATE:
+                    self.refuse_donors()
             case Lost():
                 follower.lose(time.monotonic())
                 self.messages.append(event.why)
+        self.drop_payloads()
+
+    def drop_payloads(self) -> None:
+        """Drops the payloads of records that have landed, or end without a landing."""
+        keys = self.follower.record_keys
+        self.blobs = {key: blobs for key, blobs in self.blobs.items() if key in keys}
 
     def be_welcomed(self, event: Welcomed) -> None:
         self.welcomes += 1
@@ -228,7 +240,12 @@ class ScriptedSite:
         return self.follower.follows
 
     def take_over(self, header: StateHeader, state: list[Values], donor: str) -> None:
-        self.adopt(header, state)
+        try:
+            self.adopt(header, state)
+        except Refused:
+            self.refuse_donors(*self.refused_donors, donor)
+            return
+        self.refuse_donors()
         self.donors.append(donor)
         self.connection.hello(self.follower)
 
@@ -353,7 +370,7 @@ class ScriptedSite:
     def land(self, record: Record) -> None:
         fragment = record.fragment
         part = self.parts[fragment]
-        blobs = self.blobs.pop(record.key)
+        blobs = self.blobs[record.key]
         payloads = [blobs[source[0].key] for source in record.sources]
         new = self.stepped(record, part.values, payloads)
         landing = self.follower.land(record, part.values.digest, new.digest)
@@ -363,6 +380,7 @@ class ScriptedSite:
             part.forget_steps()
         else:
             self.place(fragment, new, landing)
+        self.drop_payloads()
 
     def before_landing(self, record: Record, landing: MergeAction, new: Values) -> None:
         """Runs before a landing changes the values."""

@@ -37,9 +37,11 @@ from lightning_sdiloco.federation.messages import (
     Position,
     Record,
     Recorded,
+    StateOffered,
     Welcome,
     Welcomed,
     event_of,
+    read_event,
 )
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY
@@ -656,6 +658,48 @@ def test_payloads_that_rot_or_vanish_in_the_store_are_named_and_sent_again(
     for site in world.sites.values():
         assert site.donors == []
     world.run(lambda: world.status()["trouble"] is None)
+
+
+def damage_next_state(world: World, source: str) -> Any:
+    """Alters a part of the next state that the hub offers from a source, and lets another part of it
+    vanish.
+    """
+    states = world.service.coordinator._states
+    notify = states._notify
+    damaged = list[str]()
+
+    def damage_and_notify(event: Event, to: Any) -> None:
+        offered = read_event(event)
+        if isinstance(offered, StateOffered) and offered.source == source and not damaged:
+            damaged.extend(part.key for part in offered.parts)
+            blobs = world.folder / "hub.store" / "blobs"
+            (blobs / damaged[0]).write_bytes(bytes(offered.parts[0].size))
+            (blobs / damaged[1]).unlink()
+        notify(event, to)
+
+    return patch.object(states, "_notify", damage_and_notify)
+
+
+@pytest.mark.parametrize("source", ["a", "the snapshot"])
+def test_a_state_that_rots_in_the_store_is_named_everywhere_and_sent_again(
+    source: str, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = world.found_run("a", rounds=3)
+    if source == "the snapshot":
+        world.kill("a")
+        until(lambda: world.state_of("a") == "gone")
+    with damage_next_state(world, source):
+        joiner = world.join("b", seed=5)
+        world.run(lambda: "refuses the state" in caplog.text)
+        if source == "the snapshot":
+            world.run(lambda: "no site has a state" in "".join(joiner.messages))
+            first.connection = reconnected(world, first)
+            world.sites["a"] = first
+        world.run(lambda: joiner.counted >= 2)
+    (text,) = [text for text in caplog.messages if "refuses the state" in text]
+    assert text.startswith(f"b refuses the state of {source}: blobs of it are gone from the store")
+    assert world.status()["sites"]["b"]["refused_states"] == 1
+    assert world.status()["sites"]["a"]["refused_states"] == 0
 
 
 def test_a_rollback_frees_a_run_of_which_nobody_has_the_payloads(world: World) -> None:

@@ -878,6 +878,38 @@ def test_a_call_is_answered_although_a_later_round_was_called_before_a_rollback(
     assert follower.launches(8) == [0]
 
 
+def test_a_call_that_was_declined_before_a_rollback_is_answered_again() -> None:
+    follower = follower_of(4)
+    follower.hear(Call(0, 1))
+    assert follower.skips() == [Call(0, 1)]
+    follower.welcome(Welcome((Position.start(RUN_CONFIG),), (1,), rolled_back=True))
+    assert follower.skips() == [], "no round is called yet"
+    follower.hear(Call(0, 1))
+    assert follower.skips() == [Call(0, 1)]
+    train(follower, 4)
+    follower.welcome(Welcome((Position.start(RUN_CONFIG),), (1,), rolled_back=True))
+    follower.hear(Call(0, 1))
+    assert follower.launches(8) == [0]
+
+
+def test_a_last_round_that_was_called_before_a_rollback_is_forgotten() -> None:
+    first, *_ = RECORDS
+    follower = follower_of()
+    follower.hear(Call(0, 2, final=True))
+    welcome(follower, first, rolled_back=True)
+    learn_and_land(follower, [first])
+    assert follower.launches(0) == []
+
+
+def test_a_round_refused_before_a_rollback_may_be_refused_once_more_after_it() -> None:
+    follower = follower_of()
+    wrong = record(1, OTHER_B)
+    assert follower.land(wrong, DIGEST, 9) is MergeAction.REFUSE
+    follower.welcome(Welcome((Position.start(RUN_CONFIG),), (1,), rolled_back=True))
+    follower.found([DIGEST])
+    assert follower.land(replace(wrong, final=True), DIGEST, 9) is MergeAction.REFUSE
+
+
 def test_a_site_whose_hub_has_lost_payloads_asks_for_a_state_and_gives_its_own_again() -> None:
     first, second, *_ = RECORDS
     follower = follower_of(20, flies=True)

@@ -6,13 +6,15 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,10 +22,19 @@ import torch
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.federation.client import HubClient
-from lightning_sdiloco.federation.keys import add_keys
+from lightning_sdiloco.federation.epoch import Epoch
+from lightning_sdiloco.federation.keys import add_keys, load
+from lightning_sdiloco.federation.messages import Payload
 from lightning_sdiloco.federation.self_started import HubOfRun, place_of_host
+from lightning_sdiloco.federation.state_requests import holds
 from lightning_sdiloco.federation.wire import HubUnreachable
-from lightning_sdiloco.launch.hosts import Launch, expanded, launch_of_host, make_world
+from lightning_sdiloco.launch.hosts import (
+    Launch,
+    expanded,
+    is_private,
+    launch_of_host,
+    make_world,
+)
 from tests.bits import same
 from tests.federation.hubs import Line, World, require_extra, until
 from tests.ranks import PATIENCE, replace_environment
@@ -48,7 +59,8 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
     log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.chdir(folder)
+    os.makedirs(os.environ["HOST_DISK"], exist_ok=True)
+    os.chdir(os.environ["HOST_DISK"])
     socket.gethostname = lambda: name
     torch.set_num_threads(1)
     model = mlp()
@@ -77,8 +89,9 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
 class Hosts:
     """Hosts on this machine, of which the first has the hub."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, share_disk: bool = True) -> None:
         self.folder = folder
+        self.share_disk = share_disk
         self.names = [f"n{index}" for index in range(number)]
         self.address = f"127.0.0.1:{free_port()}"
         self._context = multiprocessing.get_context("forkserver")
@@ -91,9 +104,17 @@ class Hosts:
             address, _, port = self.address.partition(":")
             number = str(self.names.index(name))
             variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": number}
+            variables["HOST_DISK"] = str(self.disk_of(name))
             arguments = (self.folder, name, variables, len(self.names))
             self._processes[name] = self._context.Process(target=train_host, args=arguments)
             self._processes[name].start()
+
+    def disk_of(self, name: str) -> Path:
+        return self.folder if self.share_disk else self.folder / f"disk-{name}"
+
+    @property
+    def hub_folder(self) -> Path:
+        return self.disk_of(self.names[0]) / f"hub-{RUN}"
 
     def kill(self, name: str) -> None:
         """Kills all processes of a host."""
@@ -105,7 +126,7 @@ class Hosts:
 
     @property
     def hub_process(self) -> int:
-        log = self.folder / f"hub-{RUN}" / "hub.log"
+        log = self.hub_folder / "hub.log"
         return int(re.findall(r"process (\d+): the hub", log.read_text())[-1])
 
     def notes(self, name: str) -> dict[str, Any]:
@@ -124,7 +145,7 @@ class Hosts:
 
     def end(self) -> list[dict[str, torch.Tensor]]:
         """Ends the run as an operator; returns the models of all hosts."""
-        keys = add_keys(self.folder / f"hub-{RUN}" / "keys", "operator", role="operator")
+        keys = add_keys(self.hub_folder / "keys", "operator", role="operator")
         client = HubClient(self.address, RUN, "operator", keys, role="operator")
         client.call("end")
         client.close()
@@ -146,12 +167,12 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts_of(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+def hosts_of(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     require_extra()
     worlds: list[Hosts] = []
 
-    def make(number: int) -> Hosts:
-        worlds.append(Hosts(tmp_path, number))
+    def make(number: int, **options: Any) -> Hosts:
+        worlds.append(Hosts(tmp_path, number, **options))
         return worlds[0]
 
     yield make
@@ -160,7 +181,7 @@ def hosts_of(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
-    number: int, hosts_of: Callable[[int], Hosts]
+    number: int, hosts_of: Callable[..., Hosts]
 ) -> None:
     hosts = hosts_of(number)
     hosts.start(*hosts.names)
@@ -181,6 +202,22 @@ def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
     models = hosts.end()
     assert all(same(model, models[0]) for model in models)
     until(lambda: "its sites have left" in hosts.logs(), PATIENCE)
+
+
+def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
+    hosts_of: Callable[..., Hosts],
+) -> None:
+    hosts = hosts_of(2, share_disk=False)
+    hosts.start(*hosts.names)
+    hosts.train(2, *hosts.names)
+    hosts.kill("n1")
+    shutil.rmtree(hosts.disk_of("n1"))
+    hosts.start("n1")
+    hosts.train(2, *hosts.names)
+    bundles = [*hosts.disk_of("n1").glob("**/*.bundle"), *hosts.disk_of("n1").glob("**/*.key")]
+    assert [path.name for path in bundles] == ["n1.bundle"]
+    assert bundles[0].stat().st_mode & 0o077 == 0
+    hosts.end()
 
 
 # Launches
@@ -313,7 +350,7 @@ def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
         hub_there._make_keys()
         (tmp_path / "hub").rename(tmp_path / "not-shared")
         hub_elsewhere = hub_there._replace(is_here=False)
-        with pytest.raises(ValueError, match=r"but this host has no such folder. Give a folder"):
+        with pytest.raises(ValueError, match=r"but this host has no such folder, .* Give a folder"):
             hub_elsewhere.prepare("b", patience=60.0)
         (tmp_path / "not-shared").rename(tmp_path / "hub")
         hub_elsewhere.prepare("b", patience=60.0)
@@ -328,6 +365,60 @@ def test_a_hub_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: P
     hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path, is_here=True)
     with pytest.raises(ValueError, match=r"(?s)ended with code 1.*hub\.sqlite cannot be used"):
         hub.prepare("a", patience=60.0)
+
+
+def answers(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port)):
+        return True
+    return False
+
+
+class Handout(NamedTuple):
+    """A hub that hands out keys, and hosts that do not see its folder."""
+
+    hub: HubOfRun
+    folder: Path
+
+    def gives_keys(self, site: str) -> bool:
+        elsewhere = self.hub._replace(folder=self.folder / f"of-{site}", is_here=False)
+        return elsewhere._finds_keys(site)
+
+
+@pytest.fixture
+def handout(tmp_path: Path) -> Handout:
+    require_extra()
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path / "hub", is_here=True)
+    hub._make_keys()
+    threading.Thread(target=hub.hand_out_keys, daemon=True).start()
+    address, _, port = hub.address.partition(":")
+    until(lambda: answers(address, int(port) - 1), PATIENCE)
+    return Handout(hub, tmp_path)
+
+
+def test_a_hub_hands_out_the_keys_of_its_sites_and_of_no_others(handout: Handout) -> None:
+    assert handout.gives_keys("a")
+    assert load(handout.folder / "of-a" / "keys", "a").identity == (RUN, "site", "a")
+    shutil.rmtree(handout.folder / "of-a")
+    assert handout.gives_keys("a"), "a host may have lost its disk"
+    assert not handout.gives_keys("../a")
+    assert not handout.gives_keys("hub")
+    # A host that sees the folder of the hub makes its own.
+    add_keys(handout.hub.folder / "keys", "b")
+    assert not handout.gives_keys("b")
+    assert not handout.gives_keys("c"), "a third site"
+
+
+def test_keys_are_not_handed_out_beyond_a_private_network(
+    handout: Handout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [is_private(address) for address in ("10.0.0.8", "fe80::1", "8.8.8.8")] == [
+        True,
+        True,
+        False,
+    ]
+    monkeypatch.setattr("lightning_sdiloco.federation.self_started.is_private", lambda _: False)
+    assert not handout.gives_keys("a")
+    handout.hub.hand_out_keys()  # which ends at once
 
 
 # Two hubs
@@ -363,6 +454,17 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     line.close()
     client.close()
     earlier.close()
+
+
+def test_a_hub_that_was_replaced_drops_no_payloads_of_the_later_one(world: World) -> None:
+    world.found_run("a", rounds=2)
+    earlier = world.service.coordinator
+    Epoch(world.folder / "hub.sqlite")
+    key = earlier.store.put(b"a payload of a later round")
+    earlier.room._tidy_at = 0.0
+    world.service._awake.set()
+    time.sleep(1.5)
+    assert holds(earlier.store, [Payload(key, 26)])
 
 
 def refusal_of(client: HubClient) -> str:

@@ -136,6 +136,20 @@ def meet_and_keep_later(self: Progress, closed: Position, kept_from: int) -> Non
         self.records = records
 
 
+def meet_as_before(self: Progress, closed: Position, kept_from: int) -> None:
+    """Remembers which calls it has declined before."""
+    skipped = self.skipped
+    meet_hub(self, closed, kept_from)
+    self.skipped = skipped
+
+
+class Everything(set[Any]):
+    """A set that contains what it does not hold."""
+
+    def __contains__(self, element: object) -> bool:
+        return True
+
+
 def fetch_on(self: RecordQueue, welcome: Welcome) -> None:
     """Fetches what was rolled back."""
     fetching = dict(self.fetching)
@@ -304,7 +318,7 @@ PLANTED = [
     Planted("a record lands out of order", 0, [(Follower, "due", due_newest_first)]),
     Planted("a site waits longer than promised", 52, [(Follower, "waits", wait_anew)]),
     Planted("a site has a guard of its own", 29, [(Site, "summation_order", judge_alone)]),
-    Planted("rounds wait for all, without a grace", 5, [(Ledger, "_closes", closes_with_all)]),
+    Planted("rounds wait for all, without a grace", 19, [(Ledger, "_closes", closes_with_all)]),
     Planted("rounds close with fewer than the quorum", 5, [(All, "fewest", always(1))]),
     Planted("a site adds up its own first", 1, [(Site, "summation_order", local_first)]),
     Planted(
@@ -324,7 +338,7 @@ PLANTED = [
         5,
         [(Follower, "load_state_dict", load_without_flights)],
     ),
-    Planted("a site believes any hub", 13, [(Progress, "learn", learn_anything)]),
+    Planted("a site believes any hub", 33, [(Progress, "learn", learn_anything)]),
     Planted(
         "a site leaves as soon as it has launched",
         0,
@@ -332,10 +346,10 @@ PLANTED = [
     ),
     Planted(
         "a site waits for payloads that the hub has lost",
-        13,
+        33,
         [(Progress, "lacks_payloads", property(always(False)))],
     ),
-    Planted("a donor lacks the same payloads", 471, [(Ledger, "source", source_of_any)]),
+    Planted("a donor lacks the same payloads", 12504, [(Ledger, "source", source_of_any)]),
     Planted(
         "the hub says nothing of lost payloads", 231, [(LostPayloads, "trouble", always(None))]
     ),
@@ -343,10 +357,18 @@ PLANTED = [
     Planted("records of another hub are kept", 112, [(Progress, "meet_hub", meet_and_keep)]),
     Planted(
         "records that were rolled back are kept",
-        38901,
+        67087,
         [(Progress, "meet_hub", meet_and_keep_later)],
     ),
     Planted("what was rolled back is fetched on", 33137, [(RecordQueue, "welcome", fetch_on)]),
+    Planted(
+        "calls declined before are declined for ever", 30, [(Progress, "meet_hub", meet_as_before)]
+    ),
+    Planted(
+        "payloads of skipped records are kept",
+        0,
+        [(Follower, "record_keys", property(always(Everything())))],
+    ),
     Planted("a last round is like any other", 0, [(Ledger, "end", always(None))]),
     Planted("a last round takes what was rounded", 0, [(Ledger, "_call", call_as_ever)]),
 ]

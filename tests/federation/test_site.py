@@ -491,6 +491,64 @@ def test_ranks_forget_a_record_that_is_rolled_back_while_one_of_them_fetches_it(
     assert heard([], [new_first]) == [new_first]
 
 
+def with_unlanded_payloads() -> list[Site]:
+    """A site that has fetched records and not landed them, and the one that has made them."""
+    sites = founded(2, 20, **ONE_FRAGMENT | {"grace": 1.0})
+    behind, ahead = sites
+    train([ahead], 30, heartbeat=[behind])
+    behind.world.hear()
+    assert len(behind.world._blobs) > 1
+    return sites
+
+
+def test_a_site_frees_the_payloads_of_records_that_are_rolled_back() -> None:
+    behind, ahead = with_unlanded_payloads()
+    ahead.hub.coordinator._roll_back(behind.fragments[0].applied.round + 1)
+    behind.world.hear()
+    assert len(behind.world._blobs) == 1
+
+
+def test_a_site_frees_the_payloads_of_records_that_a_state_contains() -> None:
+    behind, ahead = with_unlanded_payloads()
+    behind.fragments[0].forget()
+    fetch_state(behind, ahead)
+    assert behind.fragments[0].applied == ahead.fragments[0].applied
+    # One round has closed since.
+    assert len(behind.world._blobs) == 1
+
+
+def fetch_state(*sites: Site) -> None:
+    """Lets sites ask for states and give them, without an inner step."""
+    for _ in range(30):
+        sites[0].hub.passes(STEP)
+        for site in sites:
+            site.world.hear()
+            site.world._look_after()
+
+
+def test_a_site_asks_a_donor_that_it_has_refused_again_if_there_is_no_other() -> None:
+    sites = founded(2, 20, **ONE_FRAGMENT | {"grace": 1.0})
+    behind, ahead = sites
+    behind.fragments[0].forget()
+    behind.world._refused += ["s1", "the snapshot"]
+    fetch_state(behind, ahead)
+    assert behind.follower.follows
+    assert behind.world._refused == []
+
+
+def test_a_rank_frees_the_payloads_of_a_record_that_is_rolled_back() -> None:
+    hubs = [Mock(now=lambda: 0.0) for _ in range(2)]
+    rollback = Welcomed(Welcome((Position.start(RUN_CONFIG),), (1,), rolled_back=True), None)
+    connections = at_once(
+        lambda topology: SharedConnection(topology, lambda rank, *_: hubs[rank]), topologies(2)
+    )
+    for event in (Recorded(RECORDS[0], {}), rollback):
+        hubs[0].events.return_value = [event]
+        hubs[1].events.return_value = []
+        at_once(SharedConnection.hear, connections)
+    assert [connection._payloads for connection in connections] == [{}, {}]
+
+
 # Late and slow sites, and their log
 
 

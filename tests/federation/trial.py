@@ -35,13 +35,15 @@ from lightning_sdiloco.federation import (
     room,
     state_requests,
 )
-from lightning_sdiloco.federation.codec import encoded, plain, read
+from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Ledger, OpenRound
 from lightning_sdiloco.federation.messages import (
+    MOST_BYTES,
     Call,
+    Called,
     Contribution,
     Event,
     Heartbeat,
@@ -56,7 +58,6 @@ from lightning_sdiloco.federation.messages import (
     StateArrived,
     StateHeader,
     StateOffered,
-    Waiting,
     Welcome,
     Welcomed,
     read_event,
@@ -224,6 +225,10 @@ class Connection:
     def contribute(self, contribution: Contribution, blobs: dict[str, bytes]) -> None:
         self._machine.world.send(self._machine, "contribute", contribution, blobs)
 
+    def skip(self, call: Call) -> None:
+        self._machine.life.declined.add((call.fragment, call.round))
+        self._machine.world.send(self._machine, "skip", call)
+
     def __getattr__(self, call: str) -> Callable[..., None]:
         return partial(self._machine.world.send, self._machine, call)
 
@@ -257,6 +262,10 @@ class Life:
     lacks_since: float | None = None
     # The records whose payloads are on their way.
     records: RecordQueue = field(default_factory=RecordQueue)
+    # Since the last welcome, by fragment: the round that the hub has called; and the fragments and
+    # rounds that the site has declined.
+    called: dict[int, int] = field(default_factory=dict)
+    declined: set[tuple[int, int]] = field(default_factory=set)
 
 
 def copied(checkpoint: Any) -> Any:
@@ -486,13 +495,13 @@ class Site(ScriptedSite, Process):
     def is_sound(self, key: str, blob: bytes) -> bool:
         return known_key(blob) == key
 
-    def fetched(self, offer: StateOffered) -> StateArrived | None:
-        """The offered state, perhaps with a flipped bit; none where a part is gone."""
+    def fetched(self, offer: StateOffered) -> StateArrived:
+        """The offered state, perhaps with a flipped bit; without its parts where one is gone."""
         world = self.world
         try:
             blobs = [self.fetch(part.key) for part in offer.parts]
         except (Missing, Altered):
-            return None
+            return StateArrived(offer.header, (), offer.source)
         if world.flips_now("flip_state"):
             index = world.random.randrange(len(blobs))
             flipped = world.with_flipped_bit(Values.from_bytes(blobs[index]))
@@ -500,9 +509,12 @@ class Site(ScriptedSite, Process):
         return StateArrived(offer.header, tuple(blobs), offer.source)
 
     def handle(self, event: SiteEvent) -> None:
+        if isinstance(event, Welcomed):
+            self.life.called.clear()
+            self.life.declined.clear()
+        if isinstance(event, Called):
+            self.life.called[event.call.fragment] = event.call.round
         super().handle(event)
-        if isinstance(event, Waiting) and "no site has a state" in event.why:
-            self.refuse_donors()
 
     def before_beginning_again(self, fragment: int, welcome: Welcome) -> None:
         incarnation = dict(welcome.standing)[fragment]
@@ -519,12 +531,7 @@ class Site(ScriptedSite, Process):
         # Wrong values: until all has landed again, a checkpoint does not say what was launched
         # before.
         self.life.forgot_launches = self.life.has_joined
-        try:
-            super().take_over(header, state, donor)
-        except Refused:
-            # If one does not answer, another one is asked.
-            self.refuse_donors(donor)
-            return
+        super().take_over(header, state, donor)
         judge = self.world.judge
         for part, values, digest in zip(self.parts, state, header.digests, strict=True):
             is_damaged = part.values is values and values.digest != digest
@@ -546,16 +553,29 @@ class Site(ScriptedSite, Process):
         life.has_joined = life.has_joined or self.joins()
         if life.has_joined and not life.is_waiting and not life.is_finishing:
             self.train()
+        calls = self.calls_to_answer()
         try:
             self.act()
         except AgreementError as error:
             self.halt(error)
             return
+        self.world.judge.check_answers(self, calls)
+        self.world.judge.check_memory(self)
         self.wait_or_save()
         if self.follower.finished:
             self.world.let_leave(self)
         else:
             self.schedule_turn(0.1 if life.is_waiting else self.speed)
+
+    def calls_to_answer(self) -> list[tuple[int, int]]:
+        """Returns the fragments and rounds of calls that the site can launch for, or decline."""
+        calls = list[tuple[int, int]]()
+        for fragment, round in self.life.called.items():
+            progress = self.follower.fragments[fragment]
+            is_open = progress.lag <= 0 and round == progress.applied.round + 1
+            if progress.can_launch and is_open:
+                calls.append((fragment, round))
+        return calls if self.follows and not self.life.is_finishing else []
 
     def joins(self) -> bool:
         follower = self.follower
@@ -642,8 +662,8 @@ class Disk(SimulatedDisk):
         """Returns a backup of a while ago."""
         backup = Disk(is_real=False)
         backup.blobs = self.blobs
-        oldest = min(name for name in self.notes if name.startswith("snapshot/"))
-        backup.notes = {name: self.notes[name] for name in ("run_config", oldest)}
+        snapshots = [name for name in self.notes if name.startswith("snapshot/")]
+        backup.notes = {name: self.notes[name] for name in ("run_config", *sorted(snapshots)[:1])}
         for seq in sorted(self.records)[: max(0, len(self.records) - number)]:
             backup.records[seq] = self.records[seq]
             record = Record.from_bytes(self.records[seq])
@@ -1208,6 +1228,17 @@ class World:
                     contributions += history[-1].counted
         return [contribution.payloads[0].key for contribution in contributions]
 
+    def states(self) -> list[str]:
+        """Returns the keys of the parts of all states at the hub."""
+        keys = set[str]()
+        for name, text in self.disk.notes.items():
+            if name.startswith("snapshot/"):
+                snapshot = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
+                keys.update(part.key for part in snapshot.parts)
+        for handed in self.hub.coordinator._states._handed:
+            keys.update(part.key for part in handed.parts)
+        return sorted(keys)
+
     def can_restore(self, hub: Hub) -> bool:
         """Returns whether some site has applied the rounds that sites lack, or can send what is
         lost of them.
@@ -1452,10 +1483,13 @@ class Faults:
 
     def rot(self, site: Site) -> None:
         """Payloads that sites are about to fetch, or have, change on the disk or vanish: one or all
-        of a round.
+        of a round. Or states do.
         """
         world = self.world
-        keys = [key for key in dict.fromkeys(world.newest_payloads()) if key in world.disk.blobs]
+        newest_keys = world.newest_payloads()
+        if 0.3 < self.fault.amount < 0.5:
+            newest_keys = world.states()
+        keys = [key for key in dict.fromkeys(newest_keys) if key in world.disk.blobs]
         for key in keys if self.fault.amount < 0.5 else keys[:1]:
             if self.fault.seconds < 0.6:
                 world.disk.blobs[key] = world.flipped(world.disk.blobs[key])
@@ -1602,6 +1636,26 @@ class Judge:
                 if self.payloads.get(payload.key) != blob:
                     where = f"{site.name}, round {record.round} of {record.fragment}"
                     self.violations.append(f"{where}: lands other bytes than were sent")
+
+    def check_answers(self, site: Site, calls: Sequence[tuple[int, int]]) -> None:
+        """Looks whether a site has launched for each of these calls, or declined it since its last
+        welcome.
+        """
+        for fragment, round in calls:
+            progress = site.follower.fragments[fragment]
+            has_launched = progress.flight is not None or progress.applied.round >= round
+            is_answered = has_launched or (fragment, round) in site.life.declined
+            is_silent = site.follows and not is_answered
+            self.deny(is_silent, f"{site.name} does not answer the call of round {round}")
+
+    def check_memory(self, site: Site) -> None:
+        """Looks whether a site keeps payloads of records only until they have landed, and forgets
+        those that will not land.
+        """
+        unlanded = set()
+        for progress in site.follower.fragments:
+            unlanded |= {record.key for record in progress.records.values()}
+        self.deny(site.blobs.keys() - unlanded, f"{site.name} keeps payloads that nobody needs")
 
     def check_launch(self, site: Site, contribution: Contribution, part: Part) -> None:
         ids = list(part.held)
