@@ -692,6 +692,8 @@ class Hub(Process):
         self.world = world
         self.disk = disk
         self.started = world.now
+        # When it was started, or went on after it had been stopped.
+        self.runs_since = world.now
         self.sessions: dict[str, Peer] = {}
         self.beats: dict[str, Beat] = {}
         # When its last message arrives at each site.
@@ -744,6 +746,11 @@ class Hub(Process):
         if self.journal is self.disk.owner:
             self.disk.lose_unsynced()
         self.world.within(0.1, 2.0, self.world.restart_hub, self)
+
+    def resume(self) -> None:
+        if self.stopped:
+            self.runs_since = self.world.now
+        super().resume()
 
     @property
     def ledger(self) -> Ledger:
@@ -1599,7 +1606,7 @@ class Judge:
     def check_lost_payloads(self, hub: Hub) -> None:
         """Looks whether the hub says that its store has lost what sites need."""
         now = hub.world.now
-        if hub is not hub.world.hub or now < max(hub.started, hub.world.slow_until) + SAID:
+        if hub is not hub.world.hub or now < max(hub.runs_since, hub.world.slow_until) + SAID:
             return
         for site in hub.world.sites.values():
             since = site.life.lacks_since
