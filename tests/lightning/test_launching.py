@@ -213,7 +213,9 @@ def test_however_a_training_ends_no_process_is_left(
             os.kill(main.pid, getattr(signal, end))
     output = error_output.read_text()
     saved = [str(path) for path in tmp_path.rglob("terminated-step=*.ckpt")]
-    advised = re.findall(r"To continue from there: trainer.fit\(..., ckpt_path='(.*)'\)", output)
+    advised = re.findall(
+        r"To continue from this checkpoint, call trainer.fit\(..., ckpt_path='(.*)'\)", output
+    )
     assert len(saved) == (end == "SIGTERM")
     assert advised == saved
     assert end == "SIGTERM" or main.exitcode != 0

@@ -653,7 +653,7 @@ def test_a_loss_scaled_by_the_number_of_all_ranks_is_reported_once(rank: int) ->
     }
     cases = [
         (2, {"training_step": scale_by_world}, "A training batch reads"),
-        (2, {"setup": keep_world_size}, "The module keeps"),
+        (2, {"setup": keep_world_size}, "The module stores"),
         (2, harmless, ""),
         (1, {"training_step": scale_by_world}, ""),
     ]

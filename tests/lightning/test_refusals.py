@@ -326,7 +326,7 @@ def test_former_arguments_are_refused_with_a_substitute_and_typos_with_the_right
         assert_refused([make], FORMER)
         unknown = dict(TYPOS)
         if make in (*STRATEGIES, FabricStrategy):
-            unknown["find_unused_parameters"] = "give ddp_kwargs="
+            unknown["find_unused_parameters"] = "pass ddp_kwargs="
         for name, advice in unknown.items():
             message = refusal(make, kind=TypeError, **{name: 3})
             assert_says(message, f"has no argument '{name}'", advice)

@@ -121,7 +121,7 @@ def test_fragments_schedule_report_and_outer_model_can_be_read_after_a_fit(
     strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
     reader = Reader(strategy)
     message = refusal(read, strategy, kind=RuntimeError)
-    assert "nothing to read yet: fragments and schedule are known" in message
+    assert "no results yet. The fragments and the schedule are available" in message
     seen: list[int] = []
 
     def training_step(self: Any, parts: list[Tensor], index: int) -> Tensor:
