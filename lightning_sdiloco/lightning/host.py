@@ -200,7 +200,9 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
         f" {'; '.join(lacks)}. lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
-        raise ValueError(f"{text} Install one of these versions, or a newer version of lightning-sdiloco.")
+        raise ValueError(
+            f"{text} Install one of these versions, or a newer version of lightning-sdiloco."
+        )
     if missing and warns:
         _log.warning("%s Training continues without.", text)
 

@@ -79,11 +79,7 @@ _METADATA = "meta.pt"
 
 
 class WholeModel:
-    """Every rank of a group has the whole model, and DistributedDataParallel averages the
-    gradients.
-
-    `ShardedModel` overrides the parts that differ when ranks share the model.
-    """
+    """Stores the whole model on every rank and averages gradients with DistributedDataParallel."""
 
     summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
@@ -102,9 +98,7 @@ class WholeModel:
     """Whether checkpoints are sharded folders, which are written without a CheckpointIO."""
 
     mesh: Mapping[str, int] = MappingProxyType({})
-    """The sizes of a group's data-parallel and tensor-parallel dimensions, if its ranks share the
-    model.
-    """
+    """The sizes of a group's data-parallel and tensor-parallel dimensions for a sharded model."""
 
     def __init__(self, arguments: State) -> None:
         """Creates the format from the arguments of `base_arguments`."""
@@ -123,20 +117,19 @@ class WholeModel:
         checkpoint_io: Forwarded = None,
         precision_plugin: Forwarded = None,
     ) -> State:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's
-        strategy.
+        """Checks the arguments of this format and returns those of Lightning's strategy.
 
         Args:
             start_method: The method for starting processes on a node: ``"popen"``, ``"spawn"``,
                 ``"fork"`` or ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-            process_group_backend: Backend of the process groups that Lightning and a worker group
-                use, such as ``"gloo"``. None: the device's default.
-            accelerator: As for every Lightning strategy.
-            parallel_devices: As for every Lightning strategy.
-            cluster_environment: As for every Lightning strategy.
-            checkpoint_io: As for every Lightning strategy.
-            precision_plugin: As for every Lightning strategy.
+            process_group_backend: The backend of the process groups that Lightning and a worker
+                group use, such as ``"gloo"``. If None, the default backend of the device is used.
+            accelerator: The accelerator, as in every Lightning strategy.
+            parallel_devices: The devices of this node, as in every Lightning strategy.
+            cluster_environment: The cluster environment, as in every Lightning strategy.
+            checkpoint_io: The checkpoint plugin, as in every Lightning strategy.
+            precision_plugin: The precision plugin, as in every Lightning strategy.
         """
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
@@ -154,7 +147,7 @@ class WholeModel:
     def layout(
         self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
     ) -> GroupLayout:
-        """``"auto"`` means one group per node, or per device on a single node."""
+        """Returns the layout. ``"auto"`` means one group per node, or per device on one node."""
         world_size = num_nodes * num_processes
         if isinstance(worker_groups, str):
             worker_groups = num_nodes if num_nodes > 1 else world_size
@@ -238,13 +231,12 @@ def reader_of(load_file: Load, **how: Forwarded) -> Read:
 
 
 def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
-    """Refuses arguments that neither DistributedDataParallel nor Lightning's DDP strategy accepts.
-    """
+    """Refuses arguments that DistributedDataParallel and Lightning's strategy do not accept."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
-            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
-            " dictionary of DistributedDataParallel arguments. Write"
-            " ddp_kwargs={'find_unused_parameters': True}, for example."
+            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}, but it must be a"
+            " dictionary of DistributedDataParallel arguments. For example, pass"
+            " ddp_kwargs={'find_unused_parameters': True}."
         )
     accepted = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning}
     accepted -= _NOT_FOR_DDP
@@ -268,9 +260,9 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 
 
 class ShardedModel(WholeModel):
-    """A format in which every rank has part of the model, as defined in ``configure_model``."""
+    """Stores a part of the model on every rank, as defined in ``configure_model``."""
 
-    summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
+    summary = """Trains a model too large for one device on several worker groups with slow links.
 
     Each worker group trains a sharded copy of the model with FSDP2, tensor parallelism, or both, as
     defined in ``configure_model``. As in `StreamingDiLoCoStrategy`, the groups average one fragment
@@ -299,8 +291,7 @@ class ShardedModel(WholeModel):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> State:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's
-        strategy.
+        """Checks the arguments of this format and returns those of Lightning's strategy.
 
         Args:
             data_parallel_size: The size of the mesh's ``"data_parallel"`` dimension. ``"auto"`` is
@@ -311,8 +302,8 @@ class ShardedModel(WholeModel):
                 ``data_parallel_size``.
             save_distributed_checkpoint: Whether a checkpoint is a folder, in which each rank of a
                 group writes a part, rather than a single file.
-            process_group_backend: Backend of the process groups that Lightning and a worker group
-                use, such as ``"gloo"``. None: the device's default.
+            process_group_backend: The backend of the process groups that Lightning and a worker
+                group use, such as ``"gloo"``. If None, the default backend of the device is used.
         """
         arguments = dict(locals())
         for name in ("data_parallel_size", "tensor_parallel_size"):

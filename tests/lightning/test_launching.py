@@ -152,8 +152,8 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     assert first.startswith("True")
     assert first != second, "the second fit starts with the weights of the first"
     (message,) = re.findall("refused (.*)", done.stdout)
-    assert "Write strategy='streaming_diloco_notebook', or give the strategy" in message
-    assert "give the strategy start_method='fork'." in message
+    assert "Set strategy='streaming_diloco_notebook', or pass" in message
+    assert "pass start_method='fork' to the strategy." in message
     assert "taken True" in done.stdout
 
 

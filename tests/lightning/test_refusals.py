@@ -226,18 +226,18 @@ OF_A_TRAINER: Table = [
     ),
     (
         {"sync_every": 8, "overlap_steps": "auto"},
-        "sync_every=8 leaves no time for overlap_steps='auto'",
+        "sync_every=8 is too small for overlap_steps='auto'",
     ),
     (
         {"sync_every": "auto", "overlap_steps": 500},
-        "overlap_steps=500 leaves no choice for sync_every='auto'",
+        "overlap_steps=500 is too large for sync_every='auto'",
     ),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
     ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
 ]
 OF_FABRIC: Table = [
-    ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
+    ({"sync_every": "auto"}, "sync_every='auto' works only with the Trainer's strategy"),
     ({"overlap_steps": 100}, "overlap_steps=100 is out of range"),
     ({"ddp_kwargs": {"ddp_comm_hook": print}}, "ddp_kwargs contains 'ddp_comm_hook', which Dist"),
     ({"worker_groups": 3}, "worker_groups=3 cannot split 4 processes"),
@@ -689,5 +689,5 @@ def test_a_trainer_beside_another_threads_is_refused_if_there_are_other_processe
     fit(trainer_choices={"callbacks": [fits.at({2: fit_in_another_thread})]})
     fit()
     (message,) = messages
-    assert_says(message, "already runs in the thread 'MainThread' ... with 2 processes")
+    assert_says(message, "is already running in the thread 'MainThread' ... With 2 processes")
     assert_says(message, "one after the other")

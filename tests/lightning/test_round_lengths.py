@@ -88,7 +88,7 @@ def length_and_line(rank: int, batches: int = 2, **choices: Any) -> tuple[int, s
         strategy=strategy, devices=2, callbacks=[on(on_train_batch_end=stop)], **of_trainer
     )
     trainer.fit(fits.module(), Announced((rank, 0, 1), batches))
-    line = "".join(text for text in messages if "the first launch follows" in text)
+    line = "".join(text for text in messages if "The first launch follows" in text)
     return strategy.engine.rounds.settings.sync_every, line
 
 
