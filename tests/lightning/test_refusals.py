@@ -195,7 +195,7 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": {"foo": 1}},
-        "ddp_kwargs contains 'foo', which DistributedDataParallel does not accept. It has  ..."
+        "ddp_kwargs contains 'foo', which DistributedDataParallel does not accept. The accepted arguments are  ..."
         " static_graph",
     ),
     (

@@ -73,7 +73,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
         (["--first=9", "--last=8"], "last=8 is out of range: it must be at least 9"),
         (
             ["--overlap-steps=none"],
-            "--overlap-steps none: not a whole number. It takes: Inner steps from the launch",
+            "--overlap-steps none: not a whole number. Accepted: Number of inner steps from the launch",
         ),
         (["--no-such-option=1"], "--no-such-option"),
         (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
@@ -135,11 +135,11 @@ UNSUITABLE = {
         "--model Nowhere: not the path of a class"
     ),
     "demo --settings ddpp": (
-        "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4."
+        "settings='ddpp' is unknown. Choose one of ddp, diloco, streaming_fp4."
     ),
     "demo --steps 0": "steps=0 is out of range: it must be at least 1.",
-    "demo --steps 1.5": "--steps 1.5: not a whole number. It takes: Inner steps",
-    f"demo --out {__file__}": f"out={__file__!r} cannot hold the results ([Errno 17]",
+    "demo --steps 1.5": "--steps 1.5: not a whole number. Accepted: Number of inner steps",
+    f"demo --out {__file__}": f"The results cannot be written to out={__file__!r} ([Errno 17]",
 }
 
 
@@ -149,7 +149,7 @@ def test_an_unsuitable_value_is_refused_in_one_line_with_the_accepted_ones() -> 
         printed = ran(*words_of_line)
         error, hint = printed.err.splitlines()
         assert error.startswith(f"error: {words}"), (error, words)
-        assert hint == f"sdiloco {words_of_line[0]} --help lists them all."
+        assert hint == f"sdiloco {words_of_line[0]} --help lists all options."
         assert printed.code == 2
 
 
@@ -209,7 +209,7 @@ def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
         ]
         completed = subprocess.run(["bash", "-c", "; ".join(lines)], capture_output=True, text=True)
         assert completed.stdout.split() == expected, completed.stderr
-    assert "shell='ksh' is not supported. Give one of bash, zsh" in refused("completion", "ksh")
+    assert "shell='ksh' is not supported. Choose one of bash, zsh" in refused("completion", "ksh")
     with patch.dict(sys.modules, shtab=None):
         assert "pip install shtab" in refused("completion", "bash")
 
