@@ -588,7 +588,7 @@ class Options:
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
                 _log.warning(
-                    "Chosen: exchange=%r, based on the measured links (in Gbit/s).",
+                    "Choosing exchange=%r based on the measured links (in Gbit/s).",
                     settings.exchange,
                 )
         if names and topology.num_groups > 1:

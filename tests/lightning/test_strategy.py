@@ -263,7 +263,7 @@ def test_the_advised_steps_give_ten_rounds_and_no_more_steps_do() -> None:
         expected = "To get 10 rounds, train for more inner steps"
         if enough:
             expected = f"Choose sync_every={max(enough)} "
-        advice = warning.partition(" DDP's. ")[2]
+        advice = warning.partition(" with DDP. ")[2]
         assert advice.startswith(expected)
 
 
