@@ -305,7 +305,7 @@ def test_second_models_and_late_steps_of_one_strategy_are_refused(
     caplog.clear()
     after_one_step()
     gc.collect()  # it was dropped, as at the end of a script
-    warning = "ended after 1 inner steps without fabric.strategy.finish()"
+    warning = "ended after 1 inner steps without a call to fabric.strategy.finish()"
     assert (warning in caplog.text) == (rank == 0)
 
 

@@ -395,7 +395,7 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
     path = tmp_path / "rank_00001.jsonl"
     messages = said_by("lightning_sdiloco")
     message = refusal(read_run, tmp_path)
-    assert "contains no records (rank_00000.jsonl and so on). Give the folder" in message
+    assert "contains no records (rank_00000.jsonl and so on). Pass a folder" in message
     # The next start of the run does not suffer from half a line.
     for callbacks in ([limiting(path)], []):
         monitor = StreamingDiLoCoMonitor(folder=str(tmp_path))

@@ -100,7 +100,7 @@ def test_numbers_may_have_units_and_typos_get_a_suggestion_in_three_lines() -> N
         "hub evit": "Did you mean evict? sdiloco hub --help",
         "demo --setting=ddp": "Did you mean --settings? sdiloco demo --help",
         "plan --parms=1": "Did you mean --params? sdiloco plan --help",
-        "plan --params=1Q --layers=2": "1Q has the unknown unit 'Q'. Give one of k, M, B, T.",
+        "plan --params=1Q --layers=2": "1Q has the unknown unit 'Q'. Use one of k, M, B, T.",
     }
     for line, words in cases.items():
         refusal = refused(*line.split())
@@ -108,28 +108,28 @@ def test_numbers_may_have_units_and_typos_get_a_suggestion_in_three_lines() -> N
         assert "usage" not in refusal
 
 
-RATES = "Give one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
+RATES = "Use one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
 UNSUITABLE = {
     "plan --bandwidth=100Mbps": f"--bandwidth 100Mbps has the unknown unit 'Mbps'. {RATES}.",
     "plan --bandwidth 12MB/s": f"--bandwidth 12MB/s has the unknown unit 'MB/s'. {RATES}.",
     "plan --bandwidth 100": f"--bandwidth 100 has no unit. {RATES}, as in 100Mbit.",
     "simulate --bandwidth=0.1": f"--bandwidth 0.1 has no unit. {RATES}, as in 0.1Mbit.",
     "plan --hub_bandwidth=1": f"--hub-bandwidth 1 has no unit. {RATES}, as in 1Mbit.",
-    "plan --params 1b": "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
+    "plan --params 1b": "--params 1b has the unknown unit 'b'. Use one of k, M, B, T.",
     "plan --params many": (
-        "--params many: not a number. It takes: Number of parameters, instead of a model."
+        "--params many: not a number. Accepted: Number of parameters, as an alternative to"
     ),
-    "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
-    "plan --groups=two": "--groups two: not a whole number. It takes: Number of worker groups.",
-    "plan --format=xml": "--format xml: not one of 'text', 'json'. It takes: Output format.",
+    "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Use one of us, ms, s.",
+    "plan --groups=two": "--groups two: not a whole number. Accepted: Number of worker groups.",
+    "plan --format=xml": "--format xml: not one of 'text', 'json'. Accepted: Output format.",
     "plan --model=no_such.Net": (
-        "--model no_such.Net: No module named 'no_such'. It takes: Class path"
+        "--model no_such.Net: No module named 'no_such'. Accepted: Class path"
     ),
     "plan --model=torch.nn.Lin": (
-        "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: "
+        "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. Accepted: "
     ),
     "plan --model=torch.nn": (
-        "--model torch.nn: neither a class nor a function. It takes: Class path"
+        "--model torch.nn: neither a class nor a function. Accepted: Class path"
     ),
     "plan --model=Nowhere --step-time=1s --bandwidth=1Gbit": (
         "--model Nowhere: not the path of a class"
@@ -168,9 +168,10 @@ def test_help_tells_units_and_defaults_in_eighty_columns() -> None:
     helps_by_name = dict(helps())
     plan = " ".join(helps_by_name["plan"].split())
     assert "in each direction. (number, for example 100Mbit)" in plan
-    assert "--layers LAYERS Number of layers, with --params. (whole number) " in plan
+    assert "--layers LAYERS Number of layers, required with --params. (whole number) " in plan
     assert (
-        "Inner steps of the whole run, for its total bytes. (whole number, default: 10000)" in plan
+        "Number of inner steps in the whole run, for the total number of bytes. (whole number, default: 10000)"
+        in plan
     )
     for name, text in helps_by_name.items():
         assert max(map(len, text.splitlines())) <= 80, name
@@ -390,7 +391,7 @@ REFUSED = {
     "--params=1e9 --step-time=0.1 --bandwidth=1Gbit": "--layers must be given",
     "--model=no_such.Thing --step-time=1 --bandwidth=1Gbit": "no_such",
     "--model=torch.nn.Flatten --step-time=1 --bandwidth=1Gbit": "no trainable parameters",
-    f"{LINEAR} --step-time=1 --bandwidth=1Gbit": "The model could not be made: RuntimeError",
+    f"{LINEAR} --step-time=1 --bandwidth=1Gbit": "The model could not be created: RuntimeError",
 }
 # beyond `ON_1_GBIT`
 REFUSED_OPTIONS = {
@@ -405,11 +406,11 @@ REFUSED_OPTIONS = {
     "--picture=plan.pdf": "does not end with .svg or .png",
     "--picture=/missing/plan.svg": "cannot be written",
     LINEAR: "given together with",
-    "--quorum=3": "--quorum 3 only applies to the sites of a federation",
-    "--grace=3": "--grace needs a quorum to close rounds",
+    "--quorum=3": "--quorum 3 applies only to the sites of a federation",
+    "--grace=3": "--grace requires a quorum that closes rounds",
     "--hub-bandwidth=0Gbit": "hub_bandwidth=0.0 is out of range",
     "--hub-bandwidth=1Gbit --quorum=9": "there are 2: no round would ever close",
-    "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must be 2 numbers of seconds",
+    "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must contain 2 numbers of at least 0",
     "--hub-bandwidth=1Gbit --quorum=1 --grace=-1": "grace=-1.0 is out of range",
 }
 
