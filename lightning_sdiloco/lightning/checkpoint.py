@@ -2,7 +2,7 @@
 
 A checkpoint is an ordinary file with the outer model and a folder with the state of each rank.
 
-A checkpoint file is replaced atomically. The folders of earlier saves are removed only after that.
+A checkpoint file is replaced atomically. The folders of earlier saves are removed afterwards.
 
 [Note: late writers] `AsyncCheckpointIO` passes a checkpoint to a thread and returns immediately.
 Until the thread has written the file, the path contains an older file, which still needs its

@@ -1,12 +1,12 @@
 """Lets worker groups train without waiting for each other, but end epochs after the same batch.
 
 [Note: uneven data] If all loaders have a length, all ranks agree on the smallest length when
-Lightning loads the data. If some lengths are unknown, or if a loader ends earlier than its length
-says, a group without data follows the other groups with idle batches. For an idle batch, Lightning
-gets None, which it treats as a batch without training. Idle batches count as inner steps and as
-global steps, just like trained batches. The group requests the end of the epoch with its next
-launch. The batch in which that launch lands is the last batch for all groups. Once all groups are
-out of data, the epoch ends immediately.
+Lightning loads the data. If some lengths are unknown, or if a loader ends before its stated length,
+a group without data follows the other groups with idle batches. For an idle batch, Lightning gets
+None, which it treats as a batch without training. Idle batches count as inner steps and as global
+steps, just like trained batches. The group requests the end of the epoch with its next launch. The
+batch in which that launch lands is the last batch for all groups. Once all groups are out of data,
+the epoch ends immediately.
 
 [Note: where the others are] A group without data does not know how many batches the other groups
 still have, and must not stop them. Therefore, every group announces its current batch before a
@@ -17,17 +17,17 @@ other groups to the batch in which all ranks meet, takes part, and waits again. 
 group trains in every batch that a group follows.
 
 [Note: a batch ahead] If no length is known, the next batch is fetched before the current batch is
-trained. This is how Lightning detects the last batch. A checkpoint contains the state of the
-loaders before that fetch, so a resumed fit fetches the batch again.
+trained. Lightning relies on this prefetch to detect the last batch. A checkpoint contains the state
+of the loaders before that fetch, so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Before every batch, Lightning broadcasts to all ranks whether rank
-0 was terminated. After every batch, it broadcasts whether a time limit or a checkpoint interval has
-expired. In worker groups, these decisions are sent in the control vector of the next launch
-instead, and all ranks act on them after the inner step in which that launch lands.
+0 was terminated. After every batch, Lightning broadcasts whether a time limit or a checkpoint
+interval has expired. In worker groups, these decisions are sent in the control vector of the next
+launch instead, and all ranks act on them after the inner step in which that launch lands.
 
 [Note: nothing in users' objects] To make metrics and synchronised BatchNorm gather within the
-group, functions in torchmetrics and torch are replaced. Objects of the user are not changed,
-because they may be copied or pickled, and process groups cannot be.
+group, functions in torchmetrics and torch are replaced. User objects are not changed, because they
+may be copied or pickled, which does not work with process groups.
 """
 
 import importlib
@@ -136,8 +136,8 @@ class GroupPlaces:
             raise ExchangeError(
                 f"{error} while worker group {topology.group_index}, after batch {self._last} of"
                 " the epoch, was waiting for the positions of the other groups. The run cannot"
-                " continue without them. Find out why that group stopped or is unreachable. If the"
-                " group was merely slow, increase timeout."
+                " continue without these positions. Find out why that group stopped or is"
+                " unreachable. If the group was merely slow, increase timeout."
             ) from error
         return [message.clone().view(torch.int64).tolist() for message in messages]
 
@@ -185,7 +185,7 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The state of the loaders before a batch was read ahead, or None if no batch was."""
+        """The state of the loaders before a batch was read ahead, or None without such a batch."""
         self.phase = Phase.UNCOUNTED
         # Lightning reads both: the number of batches so far in this epoch, and whether the last is
         # one of them.
@@ -251,10 +251,10 @@ class GroupFetcher:
         if _YIELDED_NONE not in warned and topology.group_rank == 0:
             _log.warning(
                 "Worker group %d has no more data in epoch %d after %d batches, but other groups"
-                " do. The group follows them with idle batches, in which it does not train. All"
-                " groups end the epoch together when all data has ended or when the group's next"
-                " launch has landed. To avoid idle batches, use a loader with a length, or set"
-                " limit_train_batches to a number of batches. Shown once.",
+                " do. The group follows the other groups with idle batches, in which it does not"
+                " train. All groups end the epoch together when all data has ended or when the"
+                " group's next launch has landed. To avoid idle batches, use a loader with a"
+                " length, or set limit_train_batches to a number of batches. Shown once.",
                 topology.group_index,
                 trainer.current_epoch,
                 self.fetched,

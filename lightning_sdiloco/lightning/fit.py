@@ -87,7 +87,7 @@ class Distribution(NamedTuple):
 
 @dataclass
 class BatchCounts:
-    """Counts of what was trained since the last inner step, for the next inner step to report."""
+    """The amount of training since the last inner step, which the next inner step reports."""
 
     samples: int = 0
     micro_batches: int = 0
@@ -289,7 +289,7 @@ class Fit(FitState):
             self._epoch_digests = self.engine.fragmented_model.local_digests()
 
     def follow_model(self) -> bool:
-        """Adapts to hooks' changes to the model. Returns whether to wrap the model again."""
+        """Adapts the engine to changes made by hooks. Returns whether to wrap the model again."""
         if self._is_between_epochs and self.engine is not None:
             is_same = self.engine.fragmented_model.cut_model.is_same()
             must_recut = self._any_rank(not is_same)

@@ -6,7 +6,7 @@ the request when the launch lands.
 [Note: signals wait for a step boundary] A signal handler may run between any two lines of Python.
 The handler therefore only records the signal, and the request is sent with the next launch. That
 launch lands after the same inner step on every rank, after which all ranks save together and end
-the fit. A second signal never has any effect.
+the fit. A second signal has no effect.
 
 [Note: where a fit ends] At the end of a batch, there are two points from which Lightning resumes
 exactly. If a validation is due, the fit ends before the first validation batch, and the resumed fit
@@ -251,7 +251,7 @@ class Signals:
 
 
 def listen_without_fit(trainer: Trainer, undo: ExitStack) -> None:
-    """Replaces the signal handlers with which Lightning would wait for all ranks outside a fit."""
+    """Replaces Lightning's signal handlers outside a fit, because they wait for all ranks."""
     connector = trainer._signal_connector
 
     def terminate(_: object, signum: int, frame: FrameType | None) -> None:

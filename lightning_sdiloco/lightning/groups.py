@@ -248,7 +248,7 @@ class ConnectedGroups:
 
     @contextmanager
     def waiting(self, names: Sequence[object], engine: StreamingDiLoCo | None) -> Iterator[None]:
-        """Explains possible causes if other ranks do not reach the barrier of this rank."""
+        """Explains possible causes if other ranks do not reach a barrier."""
         self.meet()
         try:
             yield
@@ -303,7 +303,8 @@ def _refuse_other_size(world_size: int) -> None:
         raise ValueError(
             f"Code outside Lightning has connected {world().size} processes, but the worker groups"
             f" expect {world_size}. Set devices and num_nodes to match the connected processes, or"
-            " pass a cluster environment in plugins whose world_size() returns their number."
+            " set plugins to a cluster environment whose world_size() returns the number of"
+            " connected processes."
         )
 
 

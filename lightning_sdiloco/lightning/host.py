@@ -26,7 +26,7 @@ from lightning_sdiloco.registration import variants
 _log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
-"""A function from Lightning or from the user, called with any arguments."""
+"""A function from Lightning or from the user that takes any arguments."""
 
 State = dict[str, Any]
 """The saved state of an object."""
@@ -284,7 +284,7 @@ def _distribution_of(trainer: Trainer) -> str:
 
 
 def _has(host: Internal, entry: HostName) -> bool:
-    """Returns whether a Lightning class defines a name, and not only our subclass."""
+    """Returns whether Lightning itself, and not only our subclass, defines a name."""
     name = entry.name
     is_class = isinstance(host, type)
     attributes: Mapping[str, object] = {} if is_class else getattr(host, "__dict__", {})
@@ -385,8 +385,8 @@ def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None
     if len(averaging) > 1:
         names = ", ".join(type(callback).__name__ for callback in averaging)
         raise ValueError(
-            f"Several callbacks average weights: {names}. A checkpoint can contain only one"
-            " average, as can the module at the end. Keep only one of the callbacks."
+            f"Several callbacks average weights: {names}. A checkpoint and the final module can"
+            " each contain only one average. Keep only one of the callbacks."
         )
     reasons = dict(_WITH_GROUPS)
     if not shares:

@@ -129,7 +129,7 @@ def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
     """Adds a landing to the loggers' next row.
 
-    Additive values are summed, and for all other values the last one is kept.
+    Additive values are summed. For all other values, the last value is kept.
     """
     row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 

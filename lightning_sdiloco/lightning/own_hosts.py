@@ -18,7 +18,7 @@ _FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
 
 
 def make_site_of_host(host: Host, federation: Federation) -> Federation:
-    """Makes this host's processes a site before any process group exists.
+    """Turns this host's processes into a site before any process group exists.
 
     Returns the federation as seen from the site.
     """
@@ -85,7 +85,7 @@ def _move_logger(logger: Internal, site: str | None) -> None:
 
 
 def _below(folder: object, site: str | None) -> str:
-    """Returns the site's folder below a shared folder, or the folder itself if it is the site's."""
+    """Returns the site's folder below a shared folder, unless the folder is already the site's."""
     text = str(folder).rstrip("/")
     if text.rpartition("/")[2] == site:
         return text

@@ -83,7 +83,8 @@ class GroupStrategy:
 
     Args:
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
-            ``"auto"``: one per node if there are several nodes, otherwise one per device.
+            ``"auto"`` means one group per node if there are several nodes, and one group per device
+            otherwise.
         sync_every: The number of inner steps between two launches of the same fragment (H in the
             paper). If None, the number is between 10 and 100, depending on the length of the fit,
             or 100 if the length is unknown; see docs/choosing.md. If ``"auto"``, the planner
@@ -663,7 +664,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def reduce(
         self, tensor: Tensor, group: Forwarded = None, reduce_op: Forwarded = "mean"
     ) -> Tensor:
-        """Reduces values logged per batch over the worker group, and others over all ranks."""
+        """Reduces per-batch values over the worker group and all other values over all ranks."""
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
