@@ -5,9 +5,9 @@ and list the file in `COMMANDS`. jsonargparse reads the function's type hints an
 first paragraph of the docstring becomes the summary, and lines that start with $ become examples in
 the help. A parameter without a default is positional, a bool is a flag, and an option for a list
 can be repeated. The fields of a dataclass parameter become options that several subcommands can
-share. To report a user error, raise a ``ValueError``. Its message is printed to stderr, and the
-command exits with code 2. A subcommand is imported only when it runs, because some subcommands do
-not need torch. The hub distribution contains only these subcommands.
+share. To report a user error, raise a ``ValueError``. The message of the error is printed to
+stderr, and the command exits with code 2. A subcommand is imported only when it runs, because some
+subcommands do not need torch. The hub distribution contains only these subcommands.
 """
 
 import ast

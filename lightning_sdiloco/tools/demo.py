@@ -216,11 +216,11 @@ def results_table(results: dict[str, Numbers]) -> Table:
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
         f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter,"
         f" {first['passes']:.2g} passes over the text\n",
-        caption="\nThe loss is given in nats per byte, on text that was not used for training. Bytes"
-        " are the bytes that one rank sent to the other. They are counted for Streaming DiLoCo"
-        " and calculated for DDP, assuming a ring all-reduce of the gradients. Training times"
-        " here are measured without a slow link. The last column is computed for a link of"
-        f" {LINK_NAME}.",
+        caption="\nThe loss is given in nats per byte, on text that was not used for training. The byte"
+        " counts show the data that one rank sent to the other. These counts are measured for"
+        " Streaming DiLoCo and calculated for DDP, assuming a ring all-reduce of the gradients."
+        " The times in the column 'here' are measured without a slow link. The last column is"
+        f" computed for a link of {LINK_NAME}.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -261,15 +261,15 @@ def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
     perplexity = 100 * abs(math.expm1(nats))
     cost = "Cost: after"
     above = "higher"
-    more = "more"
+    more = "higher"
     if nats <= 0:
         cost = "Cost: none. After"
         above = "lower"
-        more = "less"
+        more = "lower"
     return [
         f"{cost} the same number of tokens, the loss of {OURS} is {abs(nats):.3f} nats per byte"
-        f" {above} than with DDP, which is {loss:.1f} % {more} loss and {perplexity:.1f} % {more}"
-        " perplexity. Each method was trained with one seed.",
+        f" {above} than with DDP ({loss:.1f} % {more} loss and {perplexity:.1f} % {more}"
+        " perplexity). Each method was trained with one seed.",
         f"Savings: on a link of {LINK_NAME}, the same run takes {time_on_link(ddp)} with DDP and"
         f" {time_on_link(ours)} with {OURS}. These times are not measured on a link, but computed"
         f" from the {1000 * ours['link_step_seconds']:.3g} ms that a step took here.",

@@ -1,7 +1,7 @@
 """Runs ``sdiloco doctor``, which checks all ranks and reports problems on rank 0.
 
-The command must be started on every rank. With ``--hub``, it is started once, at a site, and checks
-the connection to a hub.
+The command must be started on every rank. With ``--hub``, the command is started once, at a site,
+and checks the connection to a hub.
 """
 
 import datetime
@@ -97,15 +97,16 @@ def doctor(
 ) -> str:
     """Check reachability, versions, settings, bandwidth and round trip for a training run.
 
-    With --hub, run the command once, at a site. It then checks the keys, the connection to the hub,
-    the round trip, the bandwidth and the run config.
+    With --hub, run the command once, at a site. In this case, the command checks the keys, the
+    connection to the hub, the round trip, the bandwidth and the run config.
 
     Args:
         options: Options for the connection to a hub.
         worker_groups: Number of worker groups, as in the strategy. The default is one per node.
         num_nodes: Number of nodes, if the command is started once on every node with NODE_RANK and
             MASTER_ADDR.
-        seconds: Seconds to measure each direction between worker groups, or to and from the hub.
+        seconds: Seconds for which each direction between worker groups, or to and from the hub, is
+            measured.
         wait: Seconds to wait for all ranks to join.
         json: Print JSON instead of a table.
 
@@ -696,7 +697,7 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
     direction = "ahead of" if ahead > 0 else "behind"
     clock = f"the hub's clock is {abs(ahead):.0f} s {direction} the one here"
     if abs(ahead) > _CLOCKS_APART:
-        fix = "Correct the clock that is wrong, because the validity of certificates depends on it."
+        fix = "Correct the clock that is wrong. The validity of certificates depends on the time."
         yield Finding("slow", "clock", clock, fix)
     else:
         yield Finding("ok", "clock", clock)

@@ -130,7 +130,7 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Options that all commands for contacting a hub share.
+    """Options shared by all commands that contact a hub.
 
     Args:
         hub: Address and port of the hub. Separate several addresses with commas.
@@ -363,8 +363,8 @@ Counters restart when the hub is restarted.
 class MetricsServer:
     """A server for metrics that runs in separate threads, without TLS or authentication.
 
-    The status is requested at most once per second. While the hub is serving, /healthz returns 200,
-    and otherwise 503.
+    The status is requested at most once per second. The path /healthz returns 200 while the hub is
+    serving and 503 otherwise.
     """
 
     def __init__(

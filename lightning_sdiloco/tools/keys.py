@@ -19,7 +19,7 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
     require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundle = init_keys(folder, run, days)
     return (
-        f"{bundle}: for the hub, which also accepts the folder {folder}. Keep the folder private,"
+        f"{bundle} is for the hub, which also accepts the folder {folder}. Keep the folder private,"
         " and add sites to the folder."
     )
 

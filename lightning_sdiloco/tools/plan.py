@@ -72,8 +72,8 @@ def plan(
     recommend settings.
 
     Args:
-        model: Class path of a LightningModule or another module. Set its arguments with
-            --model.NAME.
+        model: Class path of a LightningModule or another module. Set the arguments of the class
+            with --model.NAME.
         params: Number of parameters, as an alternative to --model.
         layers: Number of layers, required with --params.
         step_time: Duration of an inner step without an exchange between groups.
@@ -85,9 +85,9 @@ def plan(
         quorum: Quorum of the federation, which determines the sites that a round waits for. Pass a
             number of sites or a class such as DynamicBackup, and set its arguments with
             --quorum.least=0.5, for example.
-        grace: Time for which rounds stay open after the first contribution, with --quorum. The
-            default is 10s.
-        delays: Seconds by which the contributions of each site are delayed, such as 0,0,12, with
+        grace: Time for which rounds stay open after the first contribution. This option requires
+            --quorum. The default is 10s.
+        delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --quorum.
         links: YAML file with the rate of each group's link in Gbit/s, as a list or as a mapping
             from names. This option replaces --bandwidth and --groups. The plan uses the slowest
@@ -98,7 +98,7 @@ def plan(
         overlap_steps: Number of inner steps between the launch of a fragment and its landing. The
             default is 5, or fewer in short rounds.
         fragments: How the model is divided into fragments. Pass strided, sequential, balanced, or a
-            number of fragments. strided:3 and sequential:3 put three repeated blocks into each
+            number of fragments. For example, strided:3 puts three repeated blocks into each
             fragment. Without a number, about eight fragments are made, with at most three blocks
             each, or with more blocks if there would otherwise be more than 32 fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
@@ -297,8 +297,8 @@ def _module(make: MakeModel) -> nn.Module:
             return configured()
         except Exception as error:
             raise ValueError(
-                f"The model could not be created: {type(error).__name__}: {error}. Correct its"
-                " arguments (--model.NAME), or pass --params and --layers instead."
+                f"The model could not be created: {type(error).__name__}: {error}. Correct the"
+                " arguments of the model (--model.NAME), or pass --params and --layers instead."
             ) from error
 
 

@@ -48,8 +48,7 @@ def report(run: str, output: str | None = None) -> str:
     Args:
         run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder for the
             run. If a folder contains version_N folders, the newest of them is used.
-        output: Folder for the report. By default, this is a folder named report in the run's
-            folder.
+        output: Folder for the report. The default is the folder report in the run's folder.
 
     Examples:
         $ sdiloco report lightning_logs
@@ -291,7 +290,7 @@ def _limit_as_text(
 ) -> list[str]:
     """Describes the bottleneck of a run and the rate of its link."""
     head = run.heads[0]
-    computed = f"Training was computing for {share:.1%} of the time."
+    computed = f"Training spent {share:.1%} of the time computing."
     if limit == "alone" and head.about.get("site") is not None:
         return [f"{computed} {_site_as_text(head)}"]
     if limit == "alone":
@@ -300,7 +299,7 @@ def _limit_as_text(
     if link is not None:
         rate = f" While in use, the link carried {readable_rate(link.gbit_s)}."
     if limit == "nothing":
-        return [f"{computed} No setting would change that much.{rate}"]
+        return [f"{computed} No setting would improve this much.{rate}"]
     waited = _waits_as_text(causes)
     if limit == "groups":
         return _slow_group_as_text(run, computed, waited)
@@ -334,8 +333,8 @@ def _losses_as_text(head: Rank) -> str:
     if not dropped or not trained:
         return ""
     return (
-        f" Because launches were late, {dropped / len(head.fragments):.1f} of its {len(head.steps)}"
-        f" inner steps were lost ({dropped / trained:.1%})."
+        f" Because launches were late, {dropped / len(head.fragments):.1f} of this site's"
+        f" {len(head.steps)} inner steps were lost ({dropped / trained:.1%})."
     )
 
 
@@ -439,8 +438,8 @@ def _agreement_as_text(run: Run) -> list[str]:
         unrelated = (1 / len(last)) ** 0.5
         sentences.append(
             "In the last round, the cosine between the groups' outer gradients and their mean was"
-            f" {cosine:.2f} on average. For unrelated directions it would be {unrelated:.2f}, and"
-            " for equal directions 1."
+            f" {cosine:.2f} on average. The cosine would be {unrelated:.2f} for unrelated"
+            " directions and 1 for equal directions."
         )
     return sentences
 

@@ -53,7 +53,7 @@ class LandingRecord(NamedTuple):
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":
-        """Reads a line that was written by a clock that is ``ahead`` seconds ahead."""
+        """Reads a line with times from a clock that is ``ahead`` seconds ahead."""
         fields = {name: line[name] for name in LandingRecord._fields if name in line}
         spans = {name: _set_back(span, ahead) for name, span in line["spans"].items()}
         return LandingRecord(**{**fields, "spans": spans})
@@ -98,7 +98,7 @@ class Rank:
         return f"group {self.group}" if site is None else str(site)
 
     def add(self, line: Line, ahead: float) -> None:
-        """Adds a line that was written by a clock that is ``ahead`` seconds ahead."""
+        """Adds a line with times from a clock that is ``ahead`` seconds ahead."""
         kind = line["kind"]
         step = line.get("step", 0)
         if kind == "start":

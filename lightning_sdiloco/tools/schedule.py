@@ -14,7 +14,7 @@ def schedule(
     dense_rounds: int = 0,
     dense_sync_every: int = 4,
 ) -> str:
-    """Print after which inner steps fragments launch and land.
+    """Print the inner steps after which fragments launch and land.
 
     Args:
         sync_every: Number of inner steps between two launches of the same fragment.

@@ -83,14 +83,14 @@ def test_the_demo_computes_the_times_of_its_runs_on_a_link() -> None:
     assert training + 0.05 < streaming < training + 0.5
     cost, saving = demo.sentences(runs["ddp"], runs["streaming_fp4"])
     assert (
-        "0.100 nats per byte higher than with DDP, which is 5.0 % more loss and 10.5 % more perplexity"
+        "0.100 nats per byte higher than with DDP (5.0 % higher loss and 10.5 % higher perplexity)"
         in cost
     )
     assert "takes 16 s with DDP and 2 s with Streaming DiLoCo." in saving
     no_cost, _ = demo.sentences(runs["streaming_fp4"], runs["ddp"])
     assert no_cost.startswith("Cost: none. After the same number of tokens")
     assert (
-        "0.100 nats per byte lower than with DDP, which is 4.8 % less loss and 9.5 % less perplexity"
+        "0.100 nats per byte lower than with DDP (4.8 % lower loss and 9.5 % lower perplexity)"
         in no_cost
     )
 

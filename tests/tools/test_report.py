@@ -211,7 +211,7 @@ SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
         (
             {"link": 0.1},
             "nothing",
-            "for 100.0% of the time. No setting would change that much",
+            "100.0% of the time computing. No setting would improve this much",
             "good",
         ),
         (
@@ -268,7 +268,9 @@ def test_a_run_that_nothing_limits_gets_no_advice_and_shows_left_out_groups(
     landings(ranks[0])[0]["left_out"] = [1]
     verdict = judge(written(tmp_path, ranks))
     assert verdict.limit == "nothing"
-    assert "for 100.0% of the time. No setting would change that much" in verdict.sentences[0]
+    assert (
+        "100.0% of the time computing. No setting would improve this much" in verdict.sentences[0]
+    )
     assert verdict.advice is None
     assert verdict.utilisation == 1
     words = (
@@ -370,7 +372,7 @@ def sentence_of_losses(rank: Rank, lost: int) -> str:
     steps = len(rank.steps)
     mean = lost / len(rank.fragments)
     share = mean / steps
-    return f" Because launches were late, {mean:.1f} of its {steps} inner steps were lost ({share:.1%})."
+    return f" Because launches were late, {mean:.1f} of this site's {steps} inner steps were lost ({share:.1%})."
 
 
 def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
@@ -444,8 +446,8 @@ def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: 
     text = told("report", str(tmp_path / "root"))
     page = (folder / "report.html").read_text()
     assert text.strip().endswith(str(folder / "report.html"))
-    assert "Training was computing for" in text
-    assert "Training was computing for" in page
+    assert "Training spent" in text
+    assert "Training spent" in page
     *_, verdict, _, _ = text.strip().splitlines()
     assert verdict.startswith("Verdict: ")
     assert f"<h2>{escape(verdict.removesuffix('.'))}</h2>" in page

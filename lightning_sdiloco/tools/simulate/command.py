@@ -88,8 +88,8 @@ def simulate(
             LightningCLI.
         groups: Number of worker groups, with one rank each.
         sites: Number of sites of a federation, with one rank each, as an alternative to --groups.
-        sweep: Argument of the strategy, or groups, to vary, with its values, such as
-            sync_every=10,20. Repeat the option to vary more arguments.
+        sweep: Argument to vary and its values, such as sync_every=10,20. The argument can be groups
+            or any argument of the strategy. Repeat the option to vary more arguments.
         methods: YAML file of runs to compare, as an alternative to --sweep. The file maps names to
             arguments of the strategy.
         seeds: Seeds, such as 0,1,2, for each combination of the sweep or the methods. Every
@@ -99,9 +99,9 @@ def simulate(
         round_trip: Round-trip time to another group.
         loss: Share of packets that are lost. For example, 0.001 means 0.1 %.
         step_time: Duration of an inner step on the simulated machines. By default, the duration is
-            measured here. Required with --sites.
+            measured on this machine. Required with --sites.
         speeds: Relative speed of each group, such as 1,1,0.5, where 1 corresponds to the step time.
-        delays: Seconds by which the contributions of each site are delayed, such as 0,0,12, with
+        delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --sites.
         absence: Time during which a group is absent, in predicted seconds, such as 1:30-90 for
             group 1. Repeat the option for more absences.
@@ -610,7 +610,7 @@ def sites_as_text(run: FederatedRun, places: Places) -> str:
         f"{counted(len(sites), 'site')}, {_settings(run.first)}\n{run.terms}",
         table(columns, width=_WIDTH),
         *_validations(run.first),
-        f"Times are virtual: {link}{places.step_time:g} s per inner step.",
+        f"Times are virtual and assume {link}{places.step_time:g} s per inner step.",
     ]
     return "\n\n".join(parts)
 

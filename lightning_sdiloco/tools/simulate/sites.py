@@ -23,7 +23,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """The links, speeds, delays and absences of worker groups or sites, in their order."""
+    """The links, speeds, delays and absences of worker groups or sites, in order."""
 
     link: Link | None = None
     step_time: float | None = None

@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[State, int]
-"""The random state and the rank, of which a process has only one each."""
+"""The random state and the rank of a thread, which are stored once per process."""
 
 
 def _restore(state: _State) -> None:
