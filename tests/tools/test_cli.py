@@ -320,7 +320,7 @@ def test_a_plan_shortens_the_overlap_of_short_rounds_and_names_a_slow_link() -> 
     answer = plan(*ON_1_GBIT, "--round-trip=0.05", "--sync-every=4")
     assert answer["settings"]["overlap_steps"] == 3
     slow_link = text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit")
-    assert "No settings reach 95 % on this link; closest" in slow_link
+    assert "No settings reach 95 % on this link. The closest settings are:" in slow_link
 
 
 def test_the_page_of_the_planner_shows_the_output_of_the_commands() -> None:
