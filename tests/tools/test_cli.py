@@ -73,7 +73,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
         (["--first=9", "--last=8"], "last=8 is out of range: it must be at least 9"),
         (
             ["--overlap-steps=none"],
-            "--overlap-steps none: not a whole number. Accepted: Number of inner steps from the launch",
+            "--overlap-steps none: not a whole number. Accepted: Number of inner steps between",
         ),
         (["--no-such-option=1"], "--no-such-option"),
         (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
@@ -475,7 +475,7 @@ def test_links_of_the_groups_give_the_gain_of_suitable_parts(tmp_path: Path) -> 
     text = text_of(*STEP, option)
     assert "exchange=TwoShot('by_bandwidth', links=[1, 1, 1, 0.5])" in text
     assert "1.50 times as long" in text
-    assert "Leave one of them out" in refused("plan", *ON_1_GBIT, option)
+    assert "Omit one of the two options" in refused("plan", *ON_1_GBIT, option)
     file.write_text("fast")
     assert "a list of at least two numbers" in refused("plan", *STEP, option)
 
