@@ -1,4 +1,4 @@
-"""The strategies, the monitor and the callback for ``lightning.pytorch``."""
+"""Defines the strategies, the monitor and the callback for ``lightning.pytorch``."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""The strategies, the monitor and the callback for ``pytorch_lightning``."""
+"""Defines the strategies, the monitor and the callback for ``pytorch_lightning``."""
 
 from importlib import import_module
 

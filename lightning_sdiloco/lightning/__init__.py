@@ -1,4 +1,4 @@
-"""Streaming DiLoCo as a strategy for both distributions of Lightning.
+"""Provides Streaming DiLoCo as a strategy for both distributions of Lightning.
 
 A Trainer can train several worker groups without any other changes. The inputs are Lightning's
 calls and the user's settings. The outputs are the engine's launches and landings, checkpoints,

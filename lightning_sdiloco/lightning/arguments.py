@@ -1,4 +1,4 @@
-"""The arguments of a strategy as shown in ``help()``, on the command line, and on the API page.
+"""Presents the arguments of a strategy in ``help()``, command lines, and the API page.
 
 ``GroupStrategy.__init__`` takes the arguments that all strategies share, and ``base_arguments``
 takes the arguments of a model format. Each argument is documented once, in the function that takes

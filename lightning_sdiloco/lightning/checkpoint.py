@@ -1,4 +1,4 @@
-"""How a fit saves checkpoints and resumes from them.
+"""Saves checkpoints of a fit and resumes from them.
 
 A checkpoint is an ordinary file with the outer model and a folder with the state of each rank.
 

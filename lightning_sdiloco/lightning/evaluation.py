@@ -1,4 +1,4 @@
-"""The models that are validated during a fit, saved in checkpoints, and averaged by callbacks.
+"""Provides the models that are validated, saved in checkpoints, and averaged by callbacks.
 
 [Note: the model that validation sees] The validated model is in the module before any validation
 hook runs, and the local model is restored after the last hook. Callbacks and modules that swap

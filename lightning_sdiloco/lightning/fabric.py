@@ -1,4 +1,4 @@
-"""The Fabric strategy without its base class."""
+"""Implements the Fabric strategy without its base class."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""The state and the steps of a fit, driven by the hooks of a callback."""
+"""Runs a fit, driven by the hooks of a callback."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The state that the parts of a fit share, and the requests that ranks send each other.
+"""Defines the shared state of a fit and the requests that ranks send each other.
 
 A request, for example after a signal, is sent in the control vector of a launch. All ranks agree on
 the request when the launch lands.

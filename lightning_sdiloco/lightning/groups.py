@@ -1,4 +1,4 @@
-"""How the ranks of worker groups find each other, and which ranks a collective spans.
+"""Connects the ranks of worker groups and determines which ranks a collective spans.
 
 Inside a batch, the collectives of Lightning and of user code stay within the worker group;
 elsewhere they span all ranks.

@@ -1,4 +1,4 @@
-"""A register of the Lightning internals that are used here, and functions to patch them.
+"""Registers the Lightning internals that this package uses, and patches them.
 
 [Note: the register] Some promises to users depend on names that Lightning may change in any
 release, such as private names and methods that are replaced during a fit. All these names are in

@@ -1,4 +1,4 @@
-"""How the ranks of a worker group store the model, which may be sharded.
+"""Defines how the ranks of a worker group store the model, which may be sharded.
 
 The format of a model determines the arguments of Lightning's strategy, the shape of a group, the
 wrapped model, and how the model and the inner optimizers are saved and restored.

@@ -1,4 +1,4 @@
-"""The user's choices for a strategy, and the planner's choices for ``"auto"`` settings.
+"""Holds the user's settings for a strategy and chooses values for ``"auto"`` settings.
 
 [Note: choice of settings] The first inner steps are ordinary steps, because no launch is due before
 inner step `sync_every`. During these steps, the engine uses placeholder values for the settings

@@ -1,4 +1,4 @@
-"""Trainers whose hosts are separate sites, each with its own processes and folders.
+"""Supports trainers whose hosts are separate sites with their own processes and folders.
 
 By default, Lightning connects the processes of all hosts, and only the first process saves and
 logs. In a federation with a self-started hub, each host is a separate world that saves and logs for

@@ -1,4 +1,4 @@
-"""The results of a fit, which are available even if the fit ran in other processes."""
+"""Provides the results of a fit, even if the fit ran in other processes."""
 
 import signal
 import sys

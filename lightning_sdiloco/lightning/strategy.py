@@ -1,4 +1,6 @@
-"""The strategy without its base class. No other module overrides methods of Lightning's strategies.
+"""Implements the strategy without its base class.
+
+No other module overrides methods of Lightning's strategies.
 
 Every distribution of Lightning has its own base classes. A strategy for a distribution inherits
 from this class and a base class, and adds only its name; see ``lightning_pytorch.py``.

@@ -1,4 +1,4 @@
-"""The ``sdiloco`` command and its subcommands, each in a separate file or folder.
+"""Implements the ``sdiloco`` command, with each subcommand in a separate file or folder.
 
 A subcommand is a function whose arguments are the command-line options. The function returns the
 text to print and, if requested, writes JSON, pictures or pages. `cli` turns these functions into

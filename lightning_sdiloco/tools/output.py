@@ -1,4 +1,4 @@
-"""Tables of a fixed width and pictures for light and dark pages, for the output of commands."""
+"""Formats tables of a fixed width and draws pictures for light and dark pages."""
 
 import io
 import math

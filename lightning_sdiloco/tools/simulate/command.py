@@ -1,4 +1,4 @@
-"""The ``sdiloco simulate`` command, which simulates runs and presents the results.
+"""Implements ``sdiloco simulate``, which simulates runs and presents the results.
 
 The runs of a sweep or of a methods file are simulated one after the other. With several seeds, each
 run is compared with the first run. If a link is specified, the duration of each run is predicted.
