@@ -47,5 +47,5 @@ def schedule(
     shown = settings.schedule_of(fragments)
     if last is None:
         last = first + shown.dense_steps + 3 * sync_every - 2 + overlap_steps
-    require(last >= first, "last", last, f"at least {first}, which is the first")
+    require(last >= first, "last", last, f"at least {first}, the first step")
     return shown.table(first, last)

@@ -44,7 +44,12 @@ class Places:
                     " equal."
                 )
         for speed in self.speeds or ():
-            require(speed > 0, "speeds", speed, "positive: 0.5 is half as fast as the others")
+            require(
+                speed > 0,
+                "speeds",
+                speed,
+                "positive, where 0.5 means half the speed of the other groups",
+            )
         for delay in self.delays or ():
             require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
