@@ -73,6 +73,11 @@ _MOMENT = 0.05
 _AGAIN = 1.0
 # Sites whose inner learning rates differ by more than this factor do not follow the same schedule.
 _UNLIKE_RATES = 1.25
+_CHANGED_IN_MEMORY = (
+    "The outer parameters of %s differ from those that it computed, so that no other site can get"
+    " them: something has changed them in memory. Restart this site, so that it resumes from its"
+    " last checkpoint."
+)
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
 
 
@@ -889,7 +894,10 @@ class FederatedWorld:
         """Returns the state of this site if it is up to date or founds the run."""
         applied = tuple(progress.applied for progress in self.follower.fragments)
         header = StateHeader(applied, tuple(self.digests()))
-        if not founding and not (self.follower.follows and self.follower.header() == header):
+        if not founding and not self.follower.follows:
+            return None
+        if not founding and self.follower.header() != header:
+            _log.error(_CHANGED_IN_MEMORY, self.follower.site)
             return None
         gather = self._topology.in_site.all_gather_object
         parts = [

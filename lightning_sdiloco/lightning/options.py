@@ -53,7 +53,7 @@ from lightning_sdiloco.planning.planner import (
     with_margin,
 )
 from lightning_sdiloco.planning.units import readable, readable_rate
-from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ _PLACEHOLDERS: Mapping[str, object] = {
 }
 
 # Messages grow until an exchange takes this long or they are this large. The time is long enough to
-# measure any link, and the size is large enough for most.
+# measure any link, and the size is large enough for most. A small model never sends as much, and
+# then no message is larger than its parameters.
 _ENOUGH_SECONDS = 0.5
 _LEAST_BYTES = 2**16
 _MOST_BYTES = 2**24
@@ -443,7 +444,8 @@ class Options:
         # a link.
         if topology.background is None and self.measured is None:
             timeout = self.settings.timeout.total_seconds()
-            self.measured = Measured(step_time, measure_link(topology, timeout))
+            link = measure_link(topology, timeout, largest_message(model, topology))
+            self.measured = Measured(step_time, link)
         workload = Model.of_parameters(trainable(model))
         groups = _groups_of(model, topology, step_time)
         first = None
@@ -578,10 +580,11 @@ class Options:
         settings = self.settings
         timeout = self.settings.timeout.total_seconds()
         step_time = max(topology.world.all_gather_object(self.step_time()))
+        largest = largest_message(model, topology)
         names = tuple(name for name in self.auto if name != "exchange")
         if "exchange" in self.auto:
             links = [
-                measure_link(topology, timeout, to=group).gbit_s
+                measure_link(topology, timeout, largest, to=group).gbit_s
                 for group in range(topology.num_groups)
             ]
             backend: Any = kind_and_backend(settings.exchange)[1]
@@ -592,7 +595,7 @@ class Options:
                     settings.exchange,
                 )
         if names and topology.num_groups > 1:
-            self.measured = Measured(step_time, measure_link(topology, timeout))
+            self.measured = Measured(step_time, measure_link(topology, timeout, largest))
         chosen = topology.world.all_gather_object(
             choice(names, settings, model, topology, self.measured)
         )[0]
@@ -660,7 +663,17 @@ def candidates_among(
             yield replace(settings, **dict(zip(names, chosen, strict=True)))
 
 
-def measure_link(topology: Topology, timeout: float, to: int | None = None) -> Link:
+def largest_message(model: nn.Module, topology: Topology) -> int:
+    """Returns the size of the largest message for measuring the link, in bytes.
+
+    No exchange sends more than a rank's share of the parameters in float32.
+    """
+    values = Model.of_parameters(trainable(model)).numel
+    share = FLOAT32 * values // topology.group_size
+    return max(_LEAST_BYTES, min(share, _MOST_BYTES))
+
+
+def measure_link(topology: Topology, timeout: float, largest: int, to: int | None = None) -> Link:
     """Measures the link between groups with increasingly large messages.
 
     All ranks must call this function.
@@ -668,6 +681,7 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     Args:
         topology: The worker groups.
         timeout: The time limit for an exchange, in seconds.
+        largest: The size of the largest message, in bytes.
         to: The group whose link is measured while all other groups send to it at once. If None, all
             groups send to all others.
     """
@@ -690,9 +704,12 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     round_trip = min(seconds(1) for _ in range(3))
     nbytes = _LEAST_BYTES
     transfer = seconds(nbytes)
-    while transfer < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
-        nbytes *= 4
+    while transfer < _ENOUGH_SECONDS and nbytes < largest:
+        nbytes = min(4 * nbytes, largest)
         transfer = seconds(nbytes)
+    if transfer < _ENOUGH_SECONDS:
+        # By now the connections are at full speed.
+        transfer = min(transfer, seconds(nbytes))
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size
     return Link(

@@ -40,7 +40,7 @@ _LEFT = np.int32(-1 << 21)
 _HALF = np.float32(0.5)
 _MOMENTUM = np.float32(0.9)
 _OUTER_RATE = np.float32(0.4)
-NOISE = list(np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16)
+INNER_STEPS = list(np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16)
 
 
 # Worlds ask for the same keys and digests again and again.
@@ -264,7 +264,7 @@ class ScriptedSite:
         self.trained += 1
         site_number = ord(self.follower.site[-1])
         for index, part in enumerate(self.parts):
-            part.local += NOISE[(self.trained * 7 + index * 3 + site_number) % 64]
+            part.local += INNER_STEPS[(self.trained * 7 + index * 3 + site_number) % 64]
             part.held.append(self.trained)
         self.follower.trained(self.samples)
 

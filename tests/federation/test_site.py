@@ -592,6 +592,21 @@ def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
     assert rates == pytest.approx([rate / 10, rate / 9, rate])
 
 
+def test_a_donor_whose_outer_parameters_changed_in_memory_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    donor = founded(1, **CHOICES)[0]
+    train([donor], 20)
+    donor.outer()[0][0] += 1.0
+    newcomer = Site(donor.hub, 1, mlp(3), **CHOICES)
+    for _ in range(4):
+        newcomer.train()
+        newcomer.land()
+        donor.world.hear()
+    assert newcomer.world.follower.wants_state
+    assert "The outer parameters of s0 differ from those that it computed" in caplog.text
+
+
 class SlowPayloads:
     """Holds back the records of a connection, and their payloads, for so many waits."""
 
@@ -620,7 +635,7 @@ def slow(site: Site, waits: int) -> Site:
     return site
 
 
-def test_a_site_that_returns_with_a_flight_continuingce_it_has_the_closed_rounds() -> None:
+def test_a_site_that_returns_with_a_flight_continues_once_it_has_the_closed_rounds() -> None:
     """Cut off before, it would train on alone, and drop all that where its earlier incarnation
     counts.
     """

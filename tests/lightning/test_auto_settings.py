@@ -153,7 +153,7 @@ def assert_same_fit(auto: Any, explicit: Any) -> None:
 
 def measuring(link: Link) -> Any:
     """A measurement with this result."""
-    return lambda topology, timeout: link
+    return lambda topology, timeout, largest: link
 
 
 def assert_reported(messages: list[str], choices: dict[str, Any], path: Path) -> None:
@@ -278,8 +278,8 @@ def test_a_default_overlap_follows_the_interval_that_a_checkpoint_holds(
 
 @in_ranks(3)
 def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> None:
-    def measure_skewed(topology: Topology, timeout: float, to: int) -> Link:
-        link = measure_link(topology, timeout, to)
+    def measure_skewed(topology: Topology, timeout: float, largest: int, to: int) -> Link:
+        link = measure_link(topology, timeout, largest, to)
         assert link.gbit_s > 0.001
         return replace(link, gbit_s=[2.0, 1.99, 1.0][to])
 
