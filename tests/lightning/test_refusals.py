@@ -200,11 +200,11 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": "foo"},
-        "ddp_kwargs='foo' is of type str ... must be a dictionary ... Write ddp_kwargs=",
+        "ddp_kwargs='foo' is of type str ... must be a dictionary ... pass ddp_kwargs=",
     ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove it"
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove this argument"
         " ... worker_groups",
     ),
     *(
@@ -216,13 +216,13 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"start_method": "Fork"},
-        "='Fork' is unknown ... 'popen' ... 'spawn', 'fork', or 'forkserver' ... Choose one",
+        "='Fork' is unknown. Choose 'popen' ... 'spawn', 'fork', or 'forkserver'",
     ),
 ]
 OF_A_TRAINER: Table = [
     (
         {"resume": "anyhow"},
-        "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them",
+        "resume='anyhow' is unknown. Choose 'exact' ... 'restart'",
     ),
     (
         {"sync_every": 8, "overlap_steps": "auto"},
