@@ -90,7 +90,7 @@ class HubProcess(subprocess.Popen[str]):
         command += ["--ledger", str(world.folder / "hub.sqlite"), *options]
         super().__init__(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.greeting = self.read_line()
-        world.port = int(self.greeting.split("port ")[1].split(":")[0])
+        world.port = int(self.greeting.split("port ")[1].split(".")[0])
         world.service = self  # type: ignore[assignment]
 
     def read_line(self) -> str:
