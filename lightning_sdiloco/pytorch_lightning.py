@@ -1,4 +1,4 @@
-"""The strategies, the monitor and the callback for ``pytorch_lightning``."""
+"""Defines the strategies, the monitor and the callback for ``pytorch_lightning``."""
 
 from importlib import import_module
 
@@ -34,7 +34,7 @@ _DISTRIBUTION = Distribution(StreamingDiLoCoCallback, _Launcher, SIGTERMExceptio
 
 
 class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
-    """Documented by `WorkerGroupStrategy` and `WholeModel`."""
+    """See `WorkerGroupStrategy` and `WholeModel`."""
 
     strategy_name = "streaming_diloco"
     distribution = _DISTRIBUTION
@@ -42,7 +42,7 @@ class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
 
 
 class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStrategy):
-    """Documented by `WorkerGroupStrategy` and `ShardedModel`."""
+    """See `WorkerGroupStrategy` and `ShardedModel`."""
 
     strategy_name = "streaming_diloco_model_parallel"
     distribution = _DISTRIBUTION
@@ -50,6 +50,6 @@ class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStr
 
 
 class StreamingDiLoCoFabricStrategy(FabricWorkerGroupStrategy, FabricDDPStrategy):
-    """Documented by `FabricWorkerGroupStrategy`."""
+    """See `FabricWorkerGroupStrategy`."""
 
     strategy_name = "streaming_diloco"

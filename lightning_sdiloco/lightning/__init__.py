@@ -1,11 +1,10 @@
-"""Streaming DiLoCo as a Lightning strategy, for either distribution of Lightning.
+"""Provides Streaming DiLoCo as a strategy for both distributions of Lightning.
 
-A Trainer can train several worker groups with nothing else changed. The inputs are Lightning's
-calls and users' settings; the results are launches and landings of an engine, checkpoints, logged
-numbers, and records. This subpackage may use Lightning and every subpackage below it, but imports
-no distribution, because there are two. It must not use the tools above it, bypass ``comm`` for
-collectives, or touch a private Lightning name that ``host.py`` does not list.
-
-``strategy.py`` has every override and no state; its [Note: parts of a strategy] says which part
-owns what.
+A Trainer can train several worker groups without any other changes. The inputs are Lightning's
+calls and the user's settings. The outputs are the engine's launches and landings, checkpoints,
+logged values, and records. This subpackage may use Lightning and every lower subpackage, but it
+never imports either distribution directly. The subpackage must not use the tools, issue collectives
+without ``comm``, or use a private Lightning name that ``host.py`` does not list. All overrides are
+in ``strategy.py``, which has no state. [Note: parts of a strategy] describes which part owns which
+state.
 """

@@ -1,8 +1,8 @@
-"""The arguments of a strategy as users see them: in ``help()``, on the command line, and on the API
-page.
+"""Presents the arguments of a strategy in ``help()``, command lines, and the API page.
 
-A strategy takes the shared arguments in ``GroupStrategy.__init__``, and the others in its format's
-``base_arguments``. Each argument is described once, where it is taken.
+``GroupStrategy.__init__`` takes the arguments that all strategies share, and ``base_arguments``
+takes the arguments of a model format. Each argument is documented once, in the function that takes
+it.
 """
 
 import inspect
@@ -25,11 +25,11 @@ OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=Fals
 class Argument(NamedTuple):
     parameter: inspect.Parameter
     text: str
-    """Its description in a docstring, with continuation lines indented."""
+    """The argument's description from the docstring, with indented continuation lines."""
 
 
 def arguments_of(function: Callable[..., object], docstring: str | None) -> dict[str, Argument]:
-    """Returns the function arguments that a docstring describes, by name."""
+    """Returns the arguments that a function's docstring describes, by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2].partition("\n\n")[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, flags=re.MULTILINE))
     parameters = inspect.signature(function).parameters
@@ -41,13 +41,13 @@ def arguments_of(function: Callable[..., object], docstring: str | None) -> dict
 
 
 def docstring_of(summary: str, arguments: Mapping[str, Argument], raises: str) -> str:
-    """Returns a class docstring with these arguments."""
+    """Builds a class docstring that lists the arguments."""
     described = "\n".join(f"    {name}: {argument.text}" for name, argument in arguments.items())
     return f"{inspect.cleandoc(summary)}\n\nArgs:\n{described}\n\nRaises:\n{raises}"
 
 
 def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
-    """Gives a strategy the signature that users see, and makes it refuse other arguments."""
+    """Sets the signature of a strategy and makes the strategy refuse other arguments."""
     parameters = [argument.parameter for argument in arguments]
     strategy.__signature__ = inspect.Signature(parameters)
     init = strategy.__init__
@@ -67,14 +67,14 @@ def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
 
 
 def refuse_other_arguments(strategy: type[object], arguments: Mapping[str, object]) -> None:
-    """Refuses arguments that a strategy does not have, and names the place where they belong."""
+    """Refuses unknown arguments, with a hint about where they belong."""
     taken = inspect.signature(strategy).parameters
     ddp_parameters = inspect.signature(DistributedDataParallel).parameters
     for name in arguments.keys() - taken.keys():
         is_for_ddp = name in ddp_parameters or name.startswith("ddp_comm_")
         if "ddp_kwargs" in taken and is_for_ddp:
             raise TypeError(
-                f"{strategy.__name__} has no argument {name!r}. It belongs to"
-                f" DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}."
+                f"{strategy.__name__} has no argument {name!r}. This argument belongs to"
+                f" DistributedDataParallel: pass ddp_kwargs={{{name!r}: ...}}."
             )
     refuse_unknown(strategy.__name__, taken, arguments)

@@ -1,42 +1,46 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with each
-rank's own state.
+"""Saves checkpoints of a fit and resumes from them.
 
-A checkpoint file is put in place atomically, and only then are the folders of earlier saves
-removed.
+A checkpoint is an ordinary file with the outer model and a folder with the state of each rank.
 
-[Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the
-thread has written it, the path holds an older file, which needs its own folder. So the CheckpointIO
-that does the writing also does everything that follows, in the same thread.
+A checkpoint file is replaced atomically. The folders of earlier saves are removed afterwards.
+
+[Note: late writers] `AsyncCheckpointIO` passes a checkpoint to a thread and returns immediately.
+Until the thread has written the file, the path contains an older file, which still needs its
+folder. Therefore, the CheckpointIO that writes the file also does all subsequent work, in the same
+thread.
 
 [Note: epochs after a resume] Lightning requests a new iterator from loaders at the start of every
-epoch except the first. After a resume, it already has one, which was made before the checkpoint's
-random state was restored and may be in the middle of the data, where the loader was saved. A torch
-loader draws a random number for each iterator. Without that draw, everything random that follows,
-such as dropout, would differ. Also, if a run resumes from the last batch of an epoch, Lightning
-continues with the next epoch without counting it and without calling `on_train_epoch_start`, which
-finetuning callbacks need.
+epoch except the first. After a resume, Lightning already has an iterator. This iterator was created
+before the random state was restored from the checkpoint, and may start in the middle of the data,
+where the loader was saved. A torch loader draws a random number for each iterator. Without this
+draw, all later random numbers, for example in dropout, would differ. In addition, if a run resumes
+from the last batch of an epoch, Lightning continues with the next epoch without counting it and
+without calling `on_train_epoch_start`, which finetuning callbacks need.
 
-[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes
-everything else that is due then: a validation, a metric-based learning rate update, the end of the
-epoch. When Lightning resumes, it skips that work. The work may draw random numbers, as a torch
-loader does, and early stopping and other checkpoints may depend on it. So the resumed run does this
-work first, unless a signal caused the save, because that kind of save comes afterwards. The same
-applies to learning rates after a checkpoint saved at the end of an epoch, the default of
-`ModelCheckpoint`. With ``max_steps``, Lightning would train such an epoch again.
+[Note: the rest of a batch] With `every_n_train_steps`, a checkpoint is saved after a batch but
+before any other work that is due at that point, such as a validation, a metric-based learning rate
+update, or the end of the epoch. Lightning skips this work when it resumes. However, the work may
+draw random numbers, and early stopping and other checkpoints may depend on its results. Therefore,
+a resumed run does this work first. An exception is a checkpoint that was saved because of a signal,
+because such a checkpoint is saved after the work. Learning rate updates are also repeated after a
+checkpoint that was saved at the end of an epoch, which is the default of `ModelCheckpoint`. With
+``max_steps``, Lightning would train such an epoch again.
 
-[Note: metrics after a resume] Lightning saves no metrics. A mean over a resumed epoch would cover
-only the batches since the resume. Early stopping, checkpoints and learning rates that depend on a
-metric would behave differently, or fail if nothing has been logged since. So every rank saves its
-own metrics: the values that callbacks see, and the sums that the epoch has accumulated.
+[Note: metrics after a resume] Lightning does not save metrics. The mean over a resumed epoch would
+cover only the batches after the resume. Early stopping, checkpoints and learning rates that depend
+on a metric would behave differently, or would fail if no value has been logged since the resume.
+Therefore, every rank saves its own metrics: the values that callbacks read, and the sums that have
+been accumulated in the epoch.
 
-[Note: what a rank gets back] Lightning writes the states of rank 0. Schedulers that watch a metric,
-callbacks, loops, loaders, data modules and anything that a hook puts into a checkpoint may differ
-between ranks, so each rank gets back the entries in which it differs; see [Note: entries of a
-rank]. They include the best models that `ModelCheckpoint` has recorded: these are the same on all
-ranks if the monitored metric is; if not, the resumed run still decides as an uninterrupted run
-would. Hyperparameters are not among the entries: they come from the script, and no fit restores
-them. When rounds restart, a rank gets the entries of the rank in the same position, but the model
-from the file; if the number of groups or ranks has changed, the loops come from the file as well.
+[Note: what a rank gets back] Lightning writes only the states of rank 0. However, ranks may differ
+in schedulers that monitor a metric, callbacks, loops, loaders, data modules, and anything that a
+hook adds to a checkpoint. Therefore, each rank also saves and restores the entries in which it
+differs from rank 0; see [Note: entries of a rank]. These entries include the best models that
+`ModelCheckpoint` has recorded, so a resumed run makes the same decisions as an uninterrupted run,
+even if the monitored metric differs between ranks. Hyperparameters are not restored, because the
+script defines them. When rounds restart, a rank gets the entries of the rank in the same position,
+but the model from the file. If the number of groups or ranks has changed, the loops are restored
+from the file as well.
 """
 
 import inspect
@@ -86,11 +90,11 @@ class Checkpointer:
         self._options = fit.options
         self._format = fit.format
         self.averaging: Averaging | None = None
-        """The fit's averages, once there are any."""
+        """The averaging of the fit, once it has been set up."""
         self.resumed: State | None = None
-        """The state that this rank saved, if the fit is about to resume exactly."""
+        """The state that this rank saved, if the fit will resume exactly."""
         self.start = "a new run"
-        """A description of where the fit starts."""
+        """A description of the state from which the fit starts."""
         self._restart: Restart | None = None
         self._random_state: State | None = None
         # The checkpoints of this run that still exist, and whether the run itself saved each one.
@@ -157,7 +161,7 @@ class Checkpointer:
         self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Makes the same parameters trainable as at the save, which callbacks do not do."""
+        """Makes the parameters trainable that were trainable when the checkpoint was saved."""
         if self.resumed is not None:
             trainable = {
                 name
@@ -178,7 +182,7 @@ class Checkpointer:
         read: Read,
         without: Collection[str] = (),
     ) -> State:
-        """Replaces rank 0's saved entries with this rank's; returns the engine's state."""
+        """Replaces rank 0's entries with those that this rank saved. Returns the engine's state."""
         self._take_up_optimizers(checkpoint, saved["optimizer_states"])
         return take_up_entries(saved, checkpoint, read, without)
 
@@ -196,16 +200,14 @@ class Checkpointer:
         if differences:
             raise ValueError(
                 "The checkpoint cannot be resumed exactly with different settings:"
-                f" {'; '.join(differences)}. Resume with the settings it was saved with, or restart"
-                " the rounds from its outer parameters with resume='restart'."
+                f" {'; '.join(differences)}. Resume with the settings of the checkpoint, or set"
+                " resume='restart' to restart the rounds from its outer parameters."
             )
 
     def _load_for_restart(
         self, checkpoint: Checkpoint, path: str, header: State, read: Read
     ) -> None:
-        """Restores the outer state of all groups, and the inner optimizer and random state of
-        groups that have a file.
-        """
+        """Restores the outer state, and the inner optimizer and random state if a file has them."""
         if not self._options.restarts:
             self._require_same_settings(header)
         # Restarted rounds are not the start of a run.
@@ -255,9 +257,7 @@ class Checkpointer:
         return Restart.of(first.value)
 
     def _read_place(self, path: str, header: State) -> State | None:
-        """Reads the file of this rank's group and shard, or of the group's first shard; None if
-        there is none.
-        """
+        """Reads the saved state of this rank's position, or returns None if there is none."""
         topology = self._groups.topology
         mesh = dict(header["layout"])
         num_groups = mesh.pop("worker_groups")
@@ -269,9 +269,9 @@ class Checkpointer:
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
     def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
-        """Logs, on rank 0, the differences from the run that saved the checkpoint.
+        """Logs on rank 0 how this run differs from the run that saved the checkpoint.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         topology = self._groups.topology
         fresh_ranks = topology.world.all_gather_object(is_fresh)
@@ -281,10 +281,10 @@ class Checkpointer:
         differences = self._chosen().differences(header["settings"], self._options.open)
         if self._trainer.is_global_zero:
             _log.warning(
-                "The checkpoint cannot be resumed exactly: it was saved with %s, but this run has"
-                " %s%s. Every group starts from its outer parameters and outer momentum, and"
-                " rounds restart. Flights lost so far: %d. Worker groups that start with a fresh"
-                " inner optimizer: %s.",
+                "The checkpoint cannot be resumed exactly, because it was saved with %s, but this"
+                " run has %s%s. Every group starts from the outer parameters and outer momentum of"
+                " the checkpoint, and rounds restart. Number of flights lost so far: %d. Worker"
+                " groups that start with a fresh inner optimizer: %s.",
                 header["layout"],
                 self._layout(),
                 "".join(f"; {difference}" for difference in differences),
@@ -297,11 +297,11 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: str | Path, write: Write
     ) -> None:
-        """Saves the state that all groups share, and each rank's own state next to it.
+        """Saves the state that all groups share, together with the state of each rank.
 
-        All ranks must call it.
+        All ranks must call this method.
 
-        See [Note: the order of a save].
+        The steps are described in [Note: the order of a save].
         """
         topology = self._groups.topology
         path = str(path)
@@ -342,7 +342,7 @@ class Checkpointer:
         self._standing[path] = True
 
     def _state_of_rank(self, engine: StreamingDiLoCo, checkpoint: Checkpoint) -> State:
-        """Returns the state that this rank saves in its own file."""
+        """Returns the state that this rank saves in a separate file."""
         optimizer_states = checkpoint["optimizer_states"]
         if self._format.is_sharded:
             optimizer_states = map(own_state, self._trainer.strategy.optimizers)
@@ -356,9 +356,7 @@ class Checkpointer:
         }
 
     def _follow_writes(self) -> None:
-        """Finds the CheckpointIO that does the writing, and hooks into it; see [Note: late
-        writers].
-        """
+        """Finds and patches the CheckpointIO that writes files; see [Note: late writers]."""
         if self._io is None:
             self._io = self._trainer.strategy.checkpoint_io
             while getattr(self._io, "checkpoint_io", None) is not None:
@@ -366,9 +364,7 @@ class Checkpointer:
             wrap(self._undo, self._io, "save_checkpoint", self._place)
 
     def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint entries that may differ between ranks; see [Note: what a rank gets
-        back].
-        """
+        """Returns the entries that may differ between ranks; see [Note: what a rank gets back]."""
         left_out = {"optimizer_states"}
         if self._format.is_sharded:
             left_out.add("state_dict")
@@ -382,8 +378,8 @@ class Checkpointer:
     @property
     def _advice(self) -> str:
         return (
-            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints:"
-            " set ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
+            f"Resume from {self._last_standing}. Free some disk space, or keep fewer checkpoints by"
+            " setting save_top_k in ModelCheckpoint and resume='exact:newest' in the strategy."
         )
 
     def _save_alone(self, state: State, path: str) -> None:
@@ -392,14 +388,15 @@ class Checkpointer:
         except OSError as error:
             files.discard(path, "exception")
             _log.warning(
-                "After an exception this rank could not save its state: %s. Resume from %s.",
+                "After an exception, this rank could not save its state: %s. Resume from %s.",
                 error,
                 self._last_standing,
             )
             return
         _log.warning(
-            "After an exception this rank saved its own state in %s, next to %s. It cannot be"
-            " resumed: other ranks may be at another step. Resume from %s.",
+            "After an exception, this rank saved its own state in %s, next to %s. Training cannot"
+            " resume from this state, because other ranks may be at a different step. Resume from"
+            " %s.",
             name,
             path,
             self._last_standing,
@@ -407,10 +404,12 @@ class Checkpointer:
 
     @property
     def _last_standing(self) -> str:
-        return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
+        return next(
+            reversed(self._standing), "a checkpoint of an earlier run, because this run saved none"
+        )
 
     def remove(self, path: str | Path, remove: Function) -> None:
-        """Removes a checkpoint and its folder, once no thread is writing the file."""
+        """Removes a checkpoint and its folder after any pending write of the file."""
         self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
@@ -429,7 +428,7 @@ class Checkpointer:
         *args: Forwarded,
         **kwargs: Forwarded,
     ) -> None:
-        """Writes a checkpoint file, in any thread, and then does the work that follows."""
+        """Writes a checkpoint file, in any thread, and then does the remaining work of the save."""
         save = checkpoint.get(files.KEY, {}).get("save")
         if save not in self._afterwards:
             write(checkpoint, path, *args, **kwargs)
@@ -485,9 +484,9 @@ class Checkpointer:
 
 
 class ResumedLoops:
-    """Makes a trainer's loops run after a resume as they would in an uninterrupted run.
+    """Makes the loops of a resumed trainer run as they would in an uninterrupted run.
 
-    See [Note: epochs after a resume] and [Note: the rest of a batch].
+    The details are described in [Note: epochs after a resume] and [Note: the rest of a batch].
     """
 
     def __init__(self, trainer: Trainer, undo: ExitStack) -> None:
@@ -503,9 +502,7 @@ class ResumedLoops:
         wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
     def _reset_fit(self, reset: Function) -> None:
-        """Makes a run that was saved after a batch or an epoch start with the rest of that batch or
-        epoch.
-        """
+        """Starts a resumed run with the rest of the batch or epoch after which it was saved."""
         fit_loop = self._fit_loop
         progress = self._progress
         if self._trainer.strategy.fit.checkpointer.resumed is not None:
@@ -545,7 +542,7 @@ class ResumedLoops:
         start()
 
     def _reset_epoch(self, reset: Function) -> None:
-        """Starts the next epoch if a run resumes from the last batch of an epoch."""
+        """Starts the next epoch if a run resumes after the last batch of an epoch."""
         epoch_loop = self._epoch_loop
         was_at_last_batch = self._is_at_last_batch()
         reset()
@@ -565,9 +562,7 @@ class ResumedLoops:
 
 
 def _was_saved_before_completion(count: Internal) -> bool:
-    """Returns whether a count lacks only its completion, which happens when a hook at the end of a
-    batch or epoch saves it.
-    """
+    """Returns whether a count was saved by a hook at the end of a batch or epoch."""
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
@@ -578,7 +573,7 @@ _NOT_STATES = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Trainer) -> State:
-    """Returns the metrics that callbacks see, and the sums of an unfinished epoch."""
+    """Returns the metrics that callbacks read and the accumulated sums of an unfinished epoch."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics
@@ -593,14 +588,14 @@ def metrics_state_dict(trainer: Trainer) -> State:
 
 
 def _can_be_saved(logged: Internal) -> bool:
-    """Returns whether a logged value can be saved and then found by a resumed fit."""
+    """Returns whether a logged value can be saved and restored in a resumed fit."""
     # A resumed fit can find neither a process group nor a metric outside the module.
     is_found_again = logged.is_tensor or logged.meta.metric_attribute
     return not logged.has_reset and logged.meta.sync.group is None and bool(is_found_again)
 
 
 def _saved(logged: Internal) -> State:
-    """Returns the saved form of a value that the epoch has accumulated."""
+    """Converts an accumulated value to the form in which it is saved."""
     meta = logged.meta
     reduction = meta.reduce_fx.__name__
     module = "torch" if meta.reduce_fx is getattr(torch, reduction, None) else "builtins"
@@ -623,7 +618,7 @@ def _saved(logged: Internal) -> State:
 
 
 def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
-    """Restores the metrics that `metrics_state_dict` returned."""
+    """Restores metrics from a state that `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     classes = sys.modules[type(results).__module__]
@@ -645,9 +640,7 @@ def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
 
 
 def _parts(logged: Internal) -> dict[str, Metric]:
-    """Returns Lightning's metric for a logged value, the metric it holds, and any metrics that one
-    wraps.
-    """
+    """Returns Lightning's metric for a logged value, including any wrapped metrics."""
     parts = {"": logged}
     if not logged.is_tensor:
         for name, module in logged.value.named_modules(prefix="value"):
@@ -657,7 +650,7 @@ def _parts(logged: Internal) -> dict[str, Metric]:
 
 
 def _plain(state: object) -> object:
-    """Returns the part of a state that can be saved: tensors and numbers, also in lists."""
+    """Returns the savable part of a state: tensors, numbers, and lists of these."""
     if isinstance(state, list):
         return [_plain(part) for part in state]
     if isinstance(state, Tensor):

@@ -1,33 +1,33 @@
-"""Lets worker groups train a batch without waiting for each other, yet end every epoch after the
-same batch.
+"""Lets worker groups train without waiting for each other, but end epochs after the same batch.
 
-[Note: uneven data] If all lengths are known, all ranks agree on the smallest when Lightning loads
-the data. If some lengths are unknown, or if a loader ends before its announced length, a group
-without data follows the other groups with idle batches: Lightning gets None, which it treats as a
-batch without training. Idle batches count as inner steps and as global steps, just like trained
-ones. The group requests the end of the epoch with its next launch; the batch in which that launch
-lands is the last for all groups. If the data of all groups has ended, the epoch ends at once.
+[Note: uneven data] If all loaders have a length, all ranks agree on the smallest length when
+Lightning loads the data. If some lengths are unknown, or if a loader ends before its stated length,
+a group without data follows the other groups with idle batches. For an idle batch, Lightning gets
+None, which it treats as a batch without training. Idle batches count as inner steps and as global
+steps, just like trained batches. The group requests the end of the epoch with its next launch. The
+batch in which that launch lands is the last batch for all groups. Once all groups are out of data,
+the epoch ends immediately.
 
-[Note: where the others are] A group without data cannot know how far the other groups will get, and
-must not stop them. So before a launch, and before anything else that makes all ranks wait for each
-other, every group announces its current batch and continues. A group without data announces that
-immediately, and waits for the other groups' announcements. If every group's data has ended, the
-last batch of any group is the last of the epoch. If not, the group follows the others to the batch
-in which they meet, takes part, and waits again. In every batch in which it follows, some other
-group trains.
+[Note: where the others are] A group without data does not know how many batches the other groups
+still have, and must not stop them. Therefore, every group announces its current batch before a
+launch, and before any other point where all ranks wait for each other. A group that runs out of
+data announces this immediately and waits for the announcements of the other groups. If all groups
+are out of data, the epoch ends with the last batch of any group. Otherwise, the group follows the
+other groups to the batch in which all ranks meet, takes part, and waits again. At least one other
+group trains in every batch that a group follows.
 
-[Note: a batch ahead] If no length is known, the next batch is fetched before the current one is
-trained, as in Lightning, to recognise the last batch. A checkpoint contains the state of the
-loaders before that fetch, so a resumed fit fetches the batch again.
+[Note: a batch ahead] If no length is known, the next batch is fetched before the current batch is
+trained. Lightning relies on this prefetch to detect the last batch. A checkpoint contains the state
+of the loaders before that fetch, so a resumed fit fetches the batch again.
 
-[Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0
-was terminated, and after every batch whether a time limit or a checkpoint's time interval has
-passed. Here, these decisions instead travel in the control vector of the next launch, and all ranks
-act on them after the inner step in which that launch lands.
+[Note: silence between launches] Before every batch, Lightning broadcasts to all ranks whether rank
+0 was terminated. After every batch, Lightning broadcasts whether a time limit or a checkpoint
+interval has expired. In worker groups, these decisions are sent in the control vector of the next
+launch instead, and all ranks act on them after the inner step in which that launch lands.
 
 [Note: nothing in users' objects] To make metrics and synchronised BatchNorm gather within the
-group, functions in their libraries are replaced. Users' objects are not changed, because they may
-be copied or pickled, which is impossible with a process group.
+group, functions in torchmetrics and torch are replaced. User objects are not changed, because they
+may be copied or pickled, which does not work with process groups.
 """
 
 import importlib
@@ -69,7 +69,7 @@ _LOADERS = "combined_loader"
 
 
 class GroupPlaces:
-    """The position of each worker group in the epoch; see [Note: where the others are]."""
+    """The positions of the worker groups in the epoch; see [Note: where the others are]."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
@@ -81,23 +81,22 @@ class GroupPlaces:
         self._end: int | None = None
 
     def begin_epoch(self, fetched: int) -> None:
-        """Begins an epoch, or continues one in which this group has already fetched batches."""
+        """Begins an epoch or continues an epoch after the batches fetched so far."""
         self._last = fetched
         self._end = None
 
     def announce_wait_in(self, batch: int) -> None:
-        """Announces, once per batch, that this group is about to wait for all others."""
+        """Announces, once per batch, that this group is about to wait for all other groups."""
         # Lightning counts an idle batch only after this group has waited in it.
         if self._end is None and batch > self._last:
             self._last = batch
             self._announce(batch, data_has_ended=False)
 
     def end_after(self, last_own: int, batch: int) -> int | None:
-        """Returns the last batch of the epoch, or None if another group continues in ``batch`` or
-        beyond.
+        """Returns the last batch of the epoch, or None if another group continues with ``batch``.
 
-        Waits for the others, and requests the end of the epoch, because this group's data ended
-        after ``last_own``.
+        This group's data ended after batch ``last_own``. The method waits for the announcements of
+        the other groups and requests the end of the epoch.
         """
         if self._end is None and self._last < batch:
             self._announce(last_own, data_has_ended=True)
@@ -113,12 +112,12 @@ class GroupPlaces:
         return self._end
 
     def collect(self, until: float = float("inf")) -> None:
-        """Receives the announcements that were posted until an inner step."""
+        """Receives the announcements that were posted up to and including an inner step."""
         while self._posted and self._posted[0][0] <= until:
             self._receive()
 
     def _announce(self, batch: int, data_has_ended: bool) -> None:
-        """Announces this group's current batch, or the batch after which its data ended."""
+        """Announces the current batch of this group or the batch after which its data ended."""
         engine = self._fit.engine
         exchange = self._fit.groups.topology.progress
         message = torch.tensor([batch, data_has_ended], dtype=torch.int64).view(torch.uint8)
@@ -126,7 +125,7 @@ class GroupPlaces:
         self._posted.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _receive(self) -> list[list[int]]:
-        """Returns all groups' announcements from the message that was posted first."""
+        """Receives the announcements of all groups from the earliest exchange."""
         topology = self._fit.groups.topology
         timeout = self._fit.options.settings.timeout
         _, posted = self._posted.popleft()
@@ -136,9 +135,9 @@ class GroupPlaces:
         except Unanswered as error:
             raise ExchangeError(
                 f"{error} while worker group {topology.group_index}, after batch {self._last} of"
-                " the epoch, waited to learn how far the other groups are. The run cannot continue"
-                " without that. Find out why that group stopped or is unreachable; if it was"
-                " merely slow, raise timeout."
+                " the epoch, was waiting for the positions of the other groups. The run cannot"
+                " continue without these positions. Find out why that group stopped or is"
+                " unreachable. If the group was merely slow, increase timeout."
             ) from error
         return [message.clone().view(torch.int64).tolist() for message in messages]
 
@@ -152,16 +151,17 @@ class Phase(Enum):
 
 
 class GroupFetcher:
-    """Fetches this group's batches, and idle batches once its data has ended.
+    """Fetches the batches of this group, followed by idle batches if the group runs out of data.
 
-    With several worker groups it replaces Lightning's data fetcher, and calls it.
+    With several worker groups, this fetcher wraps Lightning's data fetcher.
 
     Args:
         fit: The fit.
         places: The positions of the groups.
         fetcher: Lightning's data fetcher, which may have read a batch already.
-        length: The number of batches in an epoch; None if unknown.
-        loop_state: Returns the state that Lightning's loop saves for itself and its loaders.
+        length: The number of batches in an epoch, or None if unknown.
+        loop_state: A function that returns the state that Lightning's loop saves for itself and its
+            loaders.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The loaders' state before a batch was read ahead; None if no batch was read ahead."""
+        """The state of the loaders before a batch was read ahead, or None without such a batch."""
         self.phase = Phase.UNCOUNTED
         # Lightning reads both: the number of batches so far in this epoch, and whether the last is
         # one of them.
@@ -226,7 +226,7 @@ class GroupFetcher:
         return fetched
 
     def _fetch(self) -> tuple[Batch, int, int] | None:
-        """Returns the next batch of this group's data, None after the last; enters `FOLLOWING`."""
+        """Returns the next batch of this group, or None after the last batch."""
         self._fetcher._start_profiler = self._start_profiler
         self._fetcher._stop_profiler = self._stop_profiler
         fetched = self._ahead or next(self._fetcher, None)
@@ -250,11 +250,11 @@ class GroupFetcher:
         warned = trainer.fit_loop.epoch_loop._warning_cache
         if _YIELDED_NONE not in warned and topology.group_rank == 0:
             _log.warning(
-                "Worker group %d has no more batches in epoch %d after %d, but other groups have."
-                " It follows them with idle batches, in which it does not train, until all groups"
-                " end the epoch together: when all data has ended, or when its next launch has"
-                " landed. To avoid idle batches, use a loader with a length, or set"
-                " limit_train_batches to a number of batches. Shown once.",
+                "Worker group %d has no more data in epoch %d after %d batches, but other groups"
+                " do. The group follows the other groups with idle batches, in which it does not"
+                " train. All groups end the epoch together when all data has ended or when the"
+                " group's next launch has landed. To avoid idle batches, use a loader with a"
+                " length, or set limit_train_batches to a number of batches. Shown once.",
                 topology.group_index,
                 trainer.current_epoch,
                 self.fetched,
@@ -276,9 +276,7 @@ class Epochs:
         self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces the code that ends epochs in Lightning. A single worker group does not need
-        this.
-        """
+        """Replaces Lightning's code that ends epochs, unless there is a single worker group."""
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
@@ -310,7 +308,7 @@ class Epochs:
             wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
 
     def meet(self) -> None:
-        """Announces, once per batch, that this group is about to wait for all other groups."""
+        """Announces that this group is about to wait for all other groups."""
         fetcher = self._fetcher
         if fetcher is None or fetcher.phase is Phase.UNCOUNTED:
             return
@@ -320,9 +318,7 @@ class Epochs:
     # The lengths of the groups
 
     def _setup_data(self, original: Function) -> None:
-        """Sets up the loaders, and replaces the object that fetches their batches with a
-        `GroupFetcher`.
-        """
+        """Sets up the loaders and replaces Lightning's data fetcher with a `GroupFetcher`."""
         loop = self.fit.trainer.fit_loop
         fetcher_before = loop._data_fetcher
         failure = self._load(original)
@@ -343,7 +339,7 @@ class Epochs:
             fetcher.length = length
 
     def _load(self, set_up: Function) -> Exception | None:
-        """Sets up this rank's loaders; returns the exception if one was already loaded."""
+        """Sets up this rank's loaders. Returns an exception that occurred after loading."""
         strategy = self.fit.trainer.strategy
         is_loaded = False
         undo = ExitStack()
@@ -369,10 +365,9 @@ class Epochs:
         return None
 
     def _agreed_length(self, failure: Exception | None) -> int | None:
-        """Returns the number of batches in an epoch on which all ranks agree; None if no rank knows
-        it.
+        """Returns the agreed number of batches in an epoch, or None if no rank knows it.
 
-        Raises on all ranks if one of them has no batches or cannot load them.
+        Raises an error on all ranks if any rank has no batches or cannot load them.
         """
         trainer = self.fit.trainer
         topology = self.fit.groups.topology
@@ -383,7 +378,7 @@ class Epochs:
             raise failure
         for group, _, error in ranks:
             if error:
-                raise ValueError(f"Worker group {group} cannot train with its data: {error}.")
+                raise ValueError(f"Worker group {group} cannot load its training data: {error}.")
         lengths = {length for _, length, _ in ranks}
         agreed = min((length for length in lengths if length is not None), default=None)
         if agreed is None or len(lengths) == 1:
@@ -391,23 +386,24 @@ class Epochs:
         text = _length_of_each_group(ranks)
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batches to train on: {text}. Epochs end together, so"
-                " no group would train. Give every group data, or train with fewer worker groups."
+                f"Some worker groups have no batches to train on: {text}. All groups end each epoch"
+                " together, so no group would train. Provide data for every group, or train with"
+                " fewer worker groups."
             )
         trainer.fit_loop.max_batches = agreed
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
         if trainer.is_global_zero:
             _log.warning(
-                "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in"
-                " all of them.",
+                "Worker groups have unequal numbers of batches: %s. In all groups, every epoch ends"
+                " after %d batches.",
                 text,
                 agreed,
             )
         return agreed
 
     def _own_length(self) -> int | None:
-        """Returns the number of batches in this rank's epoch; None if unknown, 0 without data."""
+        """Returns the number of batches in this rank's epoch, or None if it is unknown."""
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         if loop.max_batches != float("inf"):
@@ -420,7 +416,7 @@ class Epochs:
 
 
 def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
-    """Returns a text with each group's number of batches, and each rank's if they differ."""
+    """Formats the number of batches of each group, and of each rank if ranks differ."""
     lengths: dict[int, list[str]] = {}
     for group, length, _ in ranks:
         text = "an unknown number" if length is None else str(length)
@@ -434,7 +430,7 @@ def _length_of_each_group(ranks: list[tuple[int, int | None, str]]) -> str:
 
 
 def count_idle_batch(trainer: Trainer, optimizer_steps: int) -> bool:
-    """Counts an idle batch as Lightning counts a trained one."""
+    """Counts an idle batch in the same way as Lightning counts a trained batch."""
     loop = trainer.fit_loop.epoch_loop
     steps = 1
     loop.batch_progress.increment_started()
@@ -451,7 +447,7 @@ def count_idle_batch(trainer: Trainer, optimizer_steps: int) -> bool:
 
 
 def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
-    """Drops metrics whose reduction would wait forever for ranks that did not log them."""
+    """Drops metrics that some ranks did not log, because their reduction would never finish."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [
         key
@@ -464,16 +460,16 @@ def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "Not every rank logged %s in epoch %d, and a reduction would wait for the ranks that"
-            " did not, so it was dropped. Log it on every rank, or without sync_dist. A worker"
-            " group without a batch in an epoch logs nothing.",
+            "Not every rank logged %s in epoch %d, and the reduction would wait for the missing"
+            " ranks, so the value was dropped. Log the value on every rank, or without sync_dist. A"
+            " worker group that has no batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
 
 
 def _is_reduced(metric: Internal) -> bool:
-    """Returns whether Lightning reduces a logged value over all ranks."""
+    """Returns whether Lightning reduces the logged value over all ranks."""
     if metric.is_tensor:
         return bool(metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
     # A metric gathers its own states.
@@ -504,9 +500,7 @@ def _wrappers(loader: Internal) -> Iterator[Internal]:
 
 
 def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
-    """Passes the engine to an epoch's loaders; returns whether any of them may leave out
-    micro-batches that count.
-    """
+    """Passes the engine to the loaders. Returns whether any loader may skip micro-batches."""
     leaves_out = False
     for loader in trainer.fit_loop._combined_loader.flattened:
         for wrapper in _wrappers(loader):
@@ -515,15 +509,15 @@ def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
             if isinstance(wrapper, DroppingLoader):
                 if not trainer.lightning_module.automatic_optimization:
                     raise ValueError(
-                        "DropCompute does not work with manual optimization: only the module knows"
-                        " when gradients are synchronised. Use automatic optimization, or skip the"
-                        " batches that are None in your own loop."
+                        "DropCompute does not work with manual optimization, in which only the"
+                        " module determines when gradients are synchronised. Use automatic"
+                        " optimization, or skip batches that are None in your own loop."
                     )
                 if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
                     raise ValueError(
                         f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
                         f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set"
-                        " both to the same number."
+                        " both arguments to the same number."
                     )
                 # Lightning steps after its last batch, which may come earlier because of limits of
                 # the trainer or of other groups.
@@ -538,7 +532,7 @@ _BESIDE_METRICS = 66
 
 
 def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
-    """Replaces code that would wait for all ranks at every batch.
+    """Replaces code that would wait for all ranks in every batch.
 
     See [Note: silence between launches].
     """
@@ -569,7 +563,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _save_together(undo: ExitStack, fit: FitState) -> None:
-    """Makes all ranks decide together on checkpoints by time interval when a launch lands."""
+    """Makes all ranks decide on time-based checkpoints together when a launch lands."""
     savers = [
         callback
         for callback in fit.trainer.callbacks
@@ -577,9 +571,9 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
     ]
     if len(savers) > MOST_CHECKPOINTS:
         raise ValueError(
-            f"{len(savers)} ModelCheckpoint callbacks have a train_time_interval, but worker"
-            f" groups can agree on at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of"
-            " them."
+            f"{len(savers)} ModelCheckpoint callbacks have a train_time_interval, but worker groups"
+            f" support at most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of the"
+            " callbacks."
         )
 
     def decide(index: int, hook: Function, *args: Forwarded) -> None:
@@ -595,7 +589,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
-    """Makes checkpoints and schedules that depend on a metric use its mean over all ranks."""
+    """Makes checkpoints and schedules use the mean of a monitored metric over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),
@@ -611,7 +605,7 @@ def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -
 def _mean_of_monitored(
     trainer: Trainer, groups: ConnectedGroups, original: Function, key: str
 ) -> object:
-    """Returns the metric that a learning rate schedule monitors."""
+    """Returns the value of the metric that a learning rate schedule monitors."""
     metric = original(key)
     for config in trainer.lr_scheduler_configs:
         if config.monitor == key and config.interval == "step":
@@ -621,9 +615,7 @@ def _mean_of_monitored(
 
 
 def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Trainer) -> State:
-    """Returns the metrics that decide which checkpoints are saved, and that appear in their file
-    names.
-    """
+    """Returns the metrics that determine which checkpoints are saved under which names."""
     metrics = dict(original(trainer))
     tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
     means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})

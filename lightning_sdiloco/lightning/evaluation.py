@@ -1,29 +1,31 @@
-"""The models that validation inside a fit shows, that checkpoints contain, and that callbacks
-average.
+"""Provides the models that are validated, saved in checkpoints, and averaged by callbacks.
 
-[Note: the model that validation sees] It is in the module before any validation hook runs, and the
-local model is restored after all of them: callbacks and modules that swap weights during a
-validation, such as averages, put back the weights they found. Lightning runs a strategy's hooks
-after the hooks of callbacks and modules, including at the end.
+[Note: the model that validation sees] The validated model is in the module before any validation
+hook runs, and the local model is restored after the last hook. Callbacks and modules that swap
+weights during a validation, such as weight averaging, therefore restore the validated model. The
+hooks of a strategy would not suffice, because Lightning always runs them after the hooks of
+callbacks and modules.
 
-[Note: the first round] Until every fragment has landed once, the outer model holds untrained
-values. Validation and checkpoints then show the mean of the groups, which takes an exchange. A
-group that validates on its own must not wait for others. So the exchange only takes place if
-Lightning's loop has decided to validate, which happens after the same batch in all groups, and if
-every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a rank that ends
-with an exception does not wait for others, and a signal leaves no time. In these cases, and
-whenever a single rank requests a ``state_dict``, the result is the group's own model, with a
-warning. The mean is used until the next inner step, so that the best model is the one that was
-validated. The state from which a fit resumes is saved next to it, unchanged. On routes where groups
-have their own outer parameters, every validation and every checkpoint uses their mean.
+[Note: the first round] Until every fragment has landed once, the outer model contains untrained
+values. During this time, validation and checkpoints use the mean of the groups, which requires an
+exchange. A group that validates on its own must not wait for other groups. The exchange therefore
+takes place only if Lightning's loop has decided to validate, which happens after the same batch in
+all groups, and if every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a
+rank that ends with an exception does not wait for other ranks, and after a signal there is no time
+for an exchange. In these cases, and whenever a single rank requests a ``state_dict``, the result is
+the group's own model, and a warning is logged. The mean is used until the next inner step, so that
+the model saved as the best model is the validated model. The state from which a fit resumes is
+saved separately and is not changed. On routes where groups have different outer parameters, every
+validation and every checkpoint uses the mean of the groups.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. At that point, it contains local parameters, so the callbacks read the outer parameters
-instead, which change only at landings: an update requested between two landings happens at the
-second one. All groups land after the same inner steps, so all have the same average, bit for bit.
-The end of a fit is also a landing, and a longer fit resumes from before it. So the average from
-before the end is kept, with the number of updates that a longer fit would have made since then,
-which a resumed fit makes itself.
+ends. At that point, the module contains local parameters. The callbacks therefore read the outer
+parameters instead, which change only at landings. An update that is requested between two landings
+is made at the second landing. All groups land after the same inner steps, so their averages are
+bit-identical. At the end of a fit, all fragments land, but a longer fit resumes from the state
+before these landings. For this reason, a checkpoint contains the average from before the end,
+together with the number of updates that a longer fit would have made since then. A resumed fit
+repeats these updates.
 """
 
 import logging
@@ -56,12 +58,13 @@ _BUFFERS_ARE_DUE = "require_forward_param_sync"
 
 
 class ShownModel:
-    """The model that validation and files show instead of the local one, in a fit or a Fabric loop.
+    """The model that is validated and saved instead of the local model.
 
     Args:
         groups: The worker groups.
-        save: The call that saves a checkpoint on all ranks, for messages.
-        warns: Whether to warn about the first round. Fabric itself reports what a file contains.
+        save: The name of the method that saves a checkpoint on all ranks, for use in messages.
+        warns: Whether to warn about the first round. The Fabric strategy logs a message about every
+            file instead.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
@@ -69,38 +72,39 @@ class ShownModel:
         self._save = save
         self._warns = warns
         self.mean: GroupMean | None = None
-        """The mean of the groups, if it was exchanged since the last inner step."""
+        """The mean of the groups if one was exchanged since the last inner step, otherwise None."""
         # The untrained state of the first group, if it was sent.
         self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
-        """Forgets the exchanged state, because training has continued."""
+        """Discards the exchanged state when training continues."""
         self.mean = None
         self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Takes the untrained state of the first group, to show it.
+        """Receives the untrained state of the first group for validation.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         self._groups.meet()
         self._first_own = engine.fragmented_model.view.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Returns whether the outer model is trained completely; see [Note: the first round]."""
+        """Returns whether all of the outer model is trained; see [Note: the first round]."""
         return engine.has_landed and engine.rounds.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
-        """Computes the mean of the groups, which then becomes the shown model. All ranks must call
-        it.
+        """Computes the mean of the groups and uses it as the shown model.
+
+        All ranks must call this method.
         """
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
-                "Until every fragment has landed once, after inner step %d, validation and"
-                " checkpoints use the mean of the worker groups, which they exchange in float32:"
-                " the outer model still holds untrained values. Shown once.",
+                "Validation and checkpoints use the mean of the worker groups, exchanged in"
+                " float32, until every fragment has landed once, after inner step %d. Until then,"
+                " the outer model contains untrained values. Shown once.",
                 engine.rounds.timetable.began_at + engine.rounds.timetable.schedule.first_round,
             )
         self._warns = False
@@ -110,7 +114,7 @@ class ShownModel:
     def showing(
         self, engine: StreamingDiLoCo, models: Sequence[object], *, watches: bool = False
     ) -> Iterator[None]:
-        """Shows the exchanged or the outer model in a ``with`` block."""
+        """Puts the exchanged model or the outer model into the module for a ``with`` block."""
         # After a forward pass without gradients, DistributedDataParallel would assume that the
         # buffers of the next training step, which are restored by then, are already synchronised.
         are_due = {
@@ -133,7 +137,7 @@ class ShownModel:
         local: Function,
         is_shown: bool = False,
     ) -> State:
-        """Returns the model for a file; if all ranks save together, the groups may exchange."""
+        """Returns the model for a file, with an exchange if needed and all ranks save together."""
         if self.mean is not None or is_shown:
             return self._values(engine.evaluate(self.mean), local)
         if with_all and not self.is_outer(engine):
@@ -141,9 +145,9 @@ class ShownModel:
         elif not engine.has_landed:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
-                " fragment has landed once. It holds this group's local values: after an exception"
-                " or a signal, or if only one rank saves, groups do not exchange. %s, called on all"
-                " ranks, saves the mean of the groups.",
+                " fragment had landed once. The state_dict contains this group's local values,"
+                " because groups do not exchange after an exception or a signal, or if only one"
+                " rank saves. To save the mean of the groups, call %s on all ranks.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -153,7 +157,7 @@ class ShownModel:
 
     @staticmethod
     def _values(shown: AbstractContextManager[None], local: Function) -> State:
-        """Returns copies of the module's state while a model is shown."""
+        """Copies the module's state while a model is shown."""
         with shown:
             return {
                 key: value.clone() if isinstance(value, Tensor) else value
@@ -173,8 +177,9 @@ VALIDATION_HOOKS = (
 
 
 class Rewritten:
-    """Takes weights that hooks have overwritten. If they are the same on all ranks, they become the
-    new outer model.
+    """Handles weights that hooks have overwritten.
+
+    The weights become the new outer model if they are the same on all ranks.
     """
 
     def __init__(self, groups: ConnectedGroups) -> None:
@@ -189,14 +194,13 @@ class Rewritten:
         *,
         with_all: bool,
     ) -> None:
-        """Makes overwritten parameters the outer ones if all ranks have the same values; otherwise,
-        warns once.
+        """Makes overwritten parameters the outer parameters, or warns once if ranks differ.
 
         Args:
             engine: The engine.
-            digests: The digests of the parameters overwritten on this rank, by name.
-            hooks: The hooks that may have overwritten them.
-            with_all: Whether all ranks make this call, so that they can compare.
+            digests: The digests of the parameters that were overwritten on this rank, by name.
+            hooks: The hooks that may have overwritten the parameters.
+            with_all: Whether all ranks call this method and can compare their values.
         """
         topology = self._groups.topology
         ranks = [dict(digests)]
@@ -214,33 +218,32 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s with the same values on all ranks: this is now the outer"
-                    " model. Fragments in flight and the outer momentum are dropped.",
+                    "%s overwrote %s with the same values on all ranks. The outer model now"
+                    " contains these values. Fragments in flight and the outer momentum are"
+                    " discarded.",
                     " or ".join(hooks),
                     _some(names),
                 )
         elif not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s overwrote %s, but with different values on different ranks: they do not"
+                "%s overwrote %s with different values on different ranks. These values do not"
                 " become the outer model, and the next landings average them out. Compute the same"
-                " values on all ranks, or call strategy.set_outer() there, on all ranks, which"
-                " takes rank 0's weights. Shown once.",
+                " values on all ranks, or call strategy.set_outer() in the hook, on all ranks, to"
+                " use rank 0's weights. Shown once.",
                 " or ".join(hooks),
                 _some(names),
             )
 
 
 def _some(names: Sequence[str]) -> str:
-    """Returns a text with a few names."""
+    """Formats the first few names."""
     shown = ", ".join(map(repr, names[:3]))
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 class Evaluation:
-    """Shows the chosen model to the validations of a fit; see [Note: the model that validation
-    sees].
-    """
+    """Provides the model for validation; see [Note: the model that validation sees]."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
@@ -279,12 +282,12 @@ class Evaluation:
             wrap(undo, loop, "run", partial(self._run, loop))
 
     def state_dict(self, engine: StreamingDiLoCo, local: Function) -> State:
-        """Returns the model for a checkpoint: the one shown now or last, or the outer model."""
+        """Returns the model for a checkpoint."""
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
-                "This state_dict was taken after an exception. It holds this rank's local"
-                " parameters: gathering the outer ones would wait for ranks that may be gone."
-                " Resume from an earlier checkpoint."
+                "This state_dict was taken after an exception. The state_dict contains this rank's"
+                " local parameters, because gathering the outer parameters would wait for ranks"
+                " that may no longer exist. Resume from an earlier checkpoint."
             )
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
@@ -328,9 +331,7 @@ class Evaluation:
             self._is_showing = False
 
     def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
-        """Exchanges the model that a validation shows, if all ranks validate; see [Note: the first
-        round].
-        """
+        """Exchanges the validated model if all ranks validate; see [Note: the first round]."""
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
         if not takes_mean and not engine.fragmented_model.view.own_moved:
             return
@@ -343,9 +344,7 @@ class Evaluation:
 
 
 class Averaging:
-    """Makes weight-averaging callbacks update at landings; see [Note: averages of outer
-    parameters].
-    """
+    """Updates weight-averaging callbacks at landings; see [Note: averages of outer parameters]."""
 
     def __init__(self, fit: FitState, undo: ExitStack) -> None:
         self._fit = fit
@@ -439,9 +438,7 @@ class Averaging:
             }
 
     def state_dict(self) -> State | None:
-        """Returns the state that a checkpoint needs in addition to the callbacks' own; None if
-        there is none.
-        """
+        """Returns the averaging state that callbacks do not save themselves, or None."""
         if self._callback is None:
             return None
         # The checkpoint has rank 0's average. Other ranks' averages differ from it only in their
@@ -454,7 +451,7 @@ class Averaging:
     def load_state_dict(self, state: State | None) -> None:
         """Restores what `state_dict` returned.
 
-        Call this once the engine has the state that was saved with it.
+        Restore the engine's state from the same checkpoint before you call this method.
         """
         if self._callback is None or state is None:
             return

@@ -1,6 +1,4 @@
-"""The Fabric strategy without its base class: worker groups in a loop that calls
-``optimizer.step()``.
-"""
+"""Implements the Fabric strategy without its base class."""
 
 import logging
 import sys
@@ -54,21 +52,22 @@ else:
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own"
-    " collectives span all ranks: use them where you validate or save."
+    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Use Fabric's own"
+    " collectives, which span all ranks, only where you validate or save."
 )
 
 
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
-    """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
+    """Trains one model on several worker groups in a loop that calls ``optimizer.step()``.
 
-    It takes the arguments of the Trainer's strategy, except those that need a Trainer.
+    The strategy takes the same arguments as the Trainer's strategy, except those that require a
+    Trainer.
     """
 
     summary = """Trains one model on several worker groups joined by slow links, in a Fabric loop.
 
     Each optimizer step is an inner step. With several optimizers, each batch in which at least one
-    of them steps is an inner step. ``fabric.strategy.finish()`` ends training.
+    optimizer steps is an inner step. Call ``fabric.strategy.finish()`` to end training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
@@ -100,9 +99,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         super().__init__(*args, **arguments)
         if self._options.auto:
             raise ValueError(
-                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner"
-                " measures the first inner steps. Give a number; `sdiloco plan` recommends one for"
-                " your link."
+                f"{self._options.auto[0]}='auto' works only with the Trainer's strategy, where the"
+                " planner measures the first inner steps. Run `sdiloco plan` to get a recommended"
+                " value for your link."
             )
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
@@ -128,16 +127,16 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # For users
 
     def finish(self) -> list[Landing]:
-        """Ends training. Call it after the last step, in all processes. The model then contains the
-        outer parameters.
+        """Ends training, after which the model contains the outer parameters.
 
-        Fragments in flight land, and then every fragment takes the plain mean of the groups' local
-        parameters. Returns the landings.
+        Call this method after the last step, in all processes. First, all fragments in flight land.
+        Then every fragment is set to the plain mean of the groups' local parameters. The method
+        returns the landings.
         """
         if self.engine is None:
             _log.warning(
                 "fabric.strategy.finish() was called, but no optimizer from fabric.setup has"
-                " stepped: the worker groups have exchanged nothing."
+                " stepped, so the worker groups have not exchanged anything."
             )
             return []
         if self._stepped:
@@ -147,7 +146,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Takes an inner step without training, when this group's loader yields None.
+        """Takes an inner step without training.
+
+        Call this method when this group's loader yields None.
 
         Returns the landings.
         """
@@ -158,16 +159,16 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def note_trained(self, micro_batches: int) -> None:
-        """Sets how many micro-batches the next inner step trains; see `StreamingDiLoCo.step`."""
+        """Sets the number of micro-batches in the next inner step; see `StreamingDiLoCo.step`."""
         self._trained = micro_batches
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model, which is the same in all groups, inside a ``with`` block, and then
-        restores the local model.
+        """Provides the outer model inside a ``with`` block and restores the local model afterwards.
 
-        Until every fragment has landed once, and on routes where groups do not share, it shows the
-        mean of the groups. All ranks must call it.
+        The outer model is the same in all groups. Until every fragment has landed once, and on
+        routes where groups have different outer parameters, the mean of the groups is used instead.
+        All ranks must call this method.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
@@ -204,8 +205,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self._is_training(module):
             if not self._is_set_up_again:
                 raise ValueError(
-                    "This model is in training. Set it up again together with its optimizers, in"
-                    " all processes: model, optimizer = fabric.setup(model, optimizer)."
+                    "This model is already being trained. Set up the model again together with its"
+                    " optimizers, in all processes: model, optimizer = fabric.setup(model,"
+                    " optimizer)."
                 )
         else:
             require_same_model(module, self.topology.world)
@@ -220,16 +222,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return wrapped
 
     def _refuse_batch_norm_over_all(self, module: nn.Module) -> None:
-        """Refuses a SyncBatchNorm that would gather statistics over all worker groups in every
-        step.
-        """
+        """Refuses a SyncBatchNorm layer that gathers statistics over all worker groups."""
         if self.topology.num_groups == 1:
             return
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for"
-                    " each other in every step. Convert the model with"
+                    f"{name!r} is a SyncBatchNorm layer over all ranks, for which all worker groups"
+                    " would wait for each other in every step. Convert the model with"
                     " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
@@ -304,8 +304,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups"
-                " had joined. Call finish() once, after the last step; to continue training, set up"
-                " the model and its optimizer again."
+                " had already merged their models. Call finish() once, after the last step. To"
+                " continue training, set up the model and its optimizer again."
             )
         if number in self._stepped:
             # The previous batch ended without a step of the last optimizer.
@@ -317,7 +317,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return output
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
-        """Returns the number of an inner optimizer; None for any other object."""
+        """Returns the number of an inner optimizer, or None for any other object."""
         numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
         return numbers.get(id(optimizer))
 
@@ -360,7 +360,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return engine
 
     def _trained_net(self) -> nn.Module:
-        """Returns the module that contains the parameters of all inner optimizers."""
+        """Finds the module that contains the parameters of all inner optimizers."""
         trained = set[int]()
         for optimizer in self._inner_optimizers:
             trained.update(map(id, _parameters_of(optimizer)))
@@ -368,9 +368,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             if trained <= set(map(id, net.parameters())):
                 return net
         raise ValueError(
-            "No module given to fabric.setup has all parameters of the"
-            f" {len(self._inner_optimizers)} optimizers. One strategy trains one model: put the"
-            " networks into one nn.Module, set that up, then its optimizers."
+            "No module that was passed to fabric.setup contains all parameters of the"
+            f" {len(self._inner_optimizers)} optimizers. A strategy trains a single model. Combine"
+            " the networks into one nn.Module, and set up this module before its optimizers."
         )
 
     @override
@@ -394,17 +394,17 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker"
-                " groups, exchanged in float32: the model that fabric.strategy.finish() would end"
-                " with."
+                f"The checkpoint after inner step {engine.inner_steps} contains the mean of the"
+                " worker groups, exchanged in float32. fabric.strategy.finish() would produce the"
+                " same model."
             )
         elif engine.has_landed:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It"
-                " lacks all training since the launches that landed last; each fragment launches"
-                f" every {engine.rounds.settings.sync_every} steps. Before you save the last checkpoint,"
-                " call fabric.strategy.finish() in all processes: it lands the fragments in flight"
-                " and takes the last mean."
+                f"The checkpoint after inner step {engine.inner_steps} contains the outer model."
+                " This model does not include any training after the launches that landed last, and"
+                f" each fragment launches every {engine.rounds.settings.sync_every} steps. Before"
+                " you save the last checkpoint, call fabric.strategy.finish() in all processes to"
+                " land the fragments in flight and compute the final mean."
             )
         return state
 
@@ -447,9 +447,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         storage_options: object = None,
         filter: State | None = None,
     ) -> State:
-        """Returns the entries of a user's checkpoint that may differ between ranks, which are all
-        that the engine does not train.
-        """
+        """Returns the entries of a user's checkpoint that the engine does not train."""
         entries = State()
         for name, value in state.items():
             if self._number_of(value) is not None or self._is_training(value):
@@ -466,23 +464,19 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return entries
 
     def _is_training(self, module: object) -> bool:
-        """Returns whether an object is the model that the engine trains."""
+        """Returns whether an object is the model that the engine is training."""
         if self.engine is None or not isinstance(module, nn.Module):
             return False
         return self.engine.model is unwrapped(module) and not self.engine.is_finished
 
     @property
     def _is_alone(self) -> bool:
-        """Returns whether this rank is handling an exception, in which case it must not wait for
-        ranks that may not be.
-        """
+        """Whether this rank is handling an exception and must not wait for other ranks."""
         exception = sys.exc_info()[1]
         return exception is not None and not isinstance(exception, StopIteration)
 
     def _holds_optimizer(self, state: object) -> bool:
-        """Returns whether the user's state includes an optimizer that was set up, so that training
-        resumes from it.
-        """
+        """Returns whether the user's state includes an inner optimizer."""
         if not isinstance(state, dict):
             return False
         return any(self._number_of(value) is not None for value in state.values())
@@ -500,7 +494,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         saved = State()
 
         def read(load_file: Load, *file: Forwarded, **how: Forwarded) -> State:
-            """Reads rank 0's file and replaces its entries with those that this rank saved."""
+            """Reads rank 0's file and replaces its entries with this rank's saved entries."""
             checkpoint: State = load_file(*file, **how)
             if files.KEY in checkpoint:
                 saved.update(
@@ -524,7 +518,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return remainder
 
     def _resume(self, saved: State) -> None:
-        """Makes an engine that continues from the state that this rank saved."""
+        """Creates an engine that continues from the state that this rank saved."""
         if self.engine is not None:
             self.engine.close()
         # This comes before the random state is restored, because it may draw random numbers.
@@ -543,8 +537,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
-            "Training ended after %d inner steps without fabric.strategy.finish(): fragments in"
-            " flight are lost, and each worker group ended with its own model. Call it in all"
-            " processes after the last step.",
+            "Training ended after %d inner steps without a call to fabric.strategy.finish()."
+            " Fragments in flight are lost, and each worker group ended with a different model."
+            " Call fabric.strategy.finish() in all processes after the last step.",
             inner_steps[0],
         )

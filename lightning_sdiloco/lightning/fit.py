@@ -1,4 +1,4 @@
-"""A fit: everything that begins and ends with it, driven by the hooks of a callback."""
+"""Runs a fit, driven by the hooks of a callback."""
 
 import logging
 import math
@@ -71,14 +71,14 @@ EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 _SHOWN = 5
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which gathers"
-    " within the worker group, or pass group=trainer.strategy.topology.in_group.process_group to"
+    "To gather within the worker group, call self.all_gather(..., sync_grads=True) in the"
+    " LightningModule, or pass group=trainer.strategy.topology.in_group.process_group to"
     " collectives."
 )
 
 
 class Distribution(NamedTuple):
-    """The classes of a distribution of Lightning that a fit needs."""
+    """The classes that a fit needs from a distribution of Lightning."""
 
     callback: "type[Fit]"
     launcher: Function
@@ -87,7 +87,7 @@ class Distribution(NamedTuple):
 
 @dataclass
 class BatchCounts:
-    """The training since the last inner step; the next inner step reports it."""
+    """The amount of training since the last inner step, which the next inner step reports."""
 
     samples: int = 0
     micro_batches: int = 0
@@ -98,10 +98,7 @@ class BatchCounts:
 
 
 class Fit(FitState):
-    """A fit of a trainer, and its inner steps.
-
-    It has no state that a callback would have to save in a checkpoint.
-    """
+    """A fit of a trainer. A fit is also a callback, but it has no state to save in a checkpoint."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Fit(FitState):
     # Start
 
     def begin(self) -> None:
-        """Refuses setups that cannot work, and replaces Lightning's collectives over all ranks."""
+        """Refuses unsupported setups and replaces Lightning's collectives over all ranks."""
         trainer = self.trainer
         groups = self.groups
         patches = self.patches
@@ -184,7 +181,7 @@ class Fit(FitState):
         patches.callback(register_optimizer_step_post_hook(self._note_step).remove)
 
     def prepare(self, model: nn.Module) -> None:
-        """Refuses models that cannot be trained, and makes all ranks start from the same model."""
+        """Refuses models that cannot be trained and makes all ranks start from the same model."""
         topology = self.groups.topology
         self.checkpointer.make_trainable(model)
         require_same_model(model, topology.world)
@@ -195,7 +192,8 @@ class Fit(FitState):
     def start(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
         """Makes the engine.
 
-        Only now are the weights final: checkpoints are restored, and user hooks have run.
+        The initial weights are final at this point, because checkpoints have been restored and user
+        hooks have run.
         """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps)
@@ -228,9 +226,9 @@ class Fit(FitState):
         self._note_before_hooks()
 
     def _note_step(self, optimizer: Optimizer, *_: Forwarded) -> None:
-        """Marks the batch as an inner step if the optimizer that just stepped belongs to this fit.
+        """Marks the batch as an inner step if the optimizer that has stepped belongs to this fit.
 
-        torch calls this for every optimizer in the process, and other fits may run in other
+        torch calls this hook for every optimizer in the process, and other fits may run in other
         threads.
         """
         is_in_fit = threading.get_ident() == self._thread or is_in_backward()
@@ -242,7 +240,7 @@ class Fit(FitState):
 
     @property
     def _known_steps(self) -> float:
-        """The number of inner steps in this fit; infinite if unknown."""
+        """The number of inner steps in this fit, or infinity if unknown."""
         # Lightning reports -1 if loaders have no length and nothing else ends the fit.
         steps = math.inf if self.trainer.fast_dev_run else self.trainer.estimated_stepping_batches
         return steps if steps >= 0 else math.inf
@@ -272,7 +270,7 @@ class Fit(FitState):
             self._counts_micro_batches = may_leave_out or self._counts_micro_batches
 
     def _take_rewritten(self) -> None:
-        """Takes weights that epoch hooks have overwritten since the last batch."""
+        """Handles weights that epoch hooks have overwritten since the last batch."""
         digests_before = self._epoch_digests
         self._epoch_digests = None
         if self.engine is not None and digests_before is not None:
@@ -285,15 +283,13 @@ class Fit(FitState):
             self.evaluation.rewritten.take(self.engine, rewritten, self._epoch_hooks, with_all=True)
 
     def _note_before_hooks(self) -> None:
-        """Records the model's values before epoch hooks run, if the user has any."""
+        """Records digests of the model before any epoch hooks of the user run."""
         self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
             self._epoch_digests = self.engine.fragmented_model.local_digests()
 
     def follow_model(self) -> bool:
-        """Follows the changes that hooks made at the start of an epoch; returns whether the model
-        must be wrapped again.
-        """
+        """Adapts the engine to changes made by hooks. Returns whether to wrap the model again."""
         if self._is_between_epochs and self.engine is not None:
             is_same = self.engine.fragmented_model.cut_model.is_same()
             must_recut = self._any_rank(not is_same)
@@ -307,10 +303,9 @@ class Fit(FitState):
         return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
-        """Takes weights that hooks have overwritten, and divides the model into fragments again if
-        necessary.
+        """Handles overwritten weights and, if necessary, divides the model into fragments again.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         if not must_recut:
             self._take_rewritten()
@@ -326,9 +321,7 @@ class Fit(FitState):
         self._must_wrap = True
 
     def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Lets a checkpoint saved between two epochs contain the parameters that hooks have just
-        replaced.
-        """
+        """Makes a checkpoint between two epochs include parameters that hooks have replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
         if engine is None or engine.is_finished:
@@ -340,9 +333,10 @@ class Fit(FitState):
                 self._note_before_hooks()
         elif engine.fragmented_model.cut_model.new():
             _log.warning(
-                "This checkpoint is saved after parameters were replaced but before the model is"
-                " cut again, so a fit that resumes from it starts with the old parameters. Replace"
-                " parameters in on_train_epoch_start or on_train_epoch_end."
+                "This checkpoint was saved after parameters were replaced but before the model was"
+                " divided into fragments again. A fit that resumes from this checkpoint therefore"
+                " starts with the old parameters. Replace parameters in on_train_epoch_start or"
+                " on_train_epoch_end."
             )
         save(*args, **kwargs)
 
@@ -370,8 +364,9 @@ class Fit(FitState):
         self.finish_with_last_batch()
 
     def end_batch(self, batch: Batch) -> list[Landing]:
-        """Takes an inner step if an optimizer stepped in the batch, or would have. Returns the
-        landings.
+        """Takes an inner step if an optimizer stepped in the batch or if the batch was idle.
+
+        Returns the landings.
         """
         self.watch.end()
         # Everything that was agreed on after the last inner step is now done.
@@ -392,7 +387,7 @@ class Fit(FitState):
         return landings
 
     def _is_idle_step(self, batch: Batch) -> bool:
-        """Returns whether the other groups may take an inner step while this one has no data."""
+        """Returns whether other groups may take an inner step in this idle batch."""
         is_alone = self.groups.topology.num_groups == 1
         if batch is not None or self.counts.optimizer_steps or is_alone:
             return False
@@ -400,11 +395,12 @@ class Fit(FitState):
         return count_idle_batch(self.trainer, steps)
 
     def _step(self, engine: StreamingDiLoCo, is_idle: bool) -> list[Landing]:
-        """Takes an inner step, and handles the requests that came with the landings."""
+        """Takes an inner step and handles the requests that arrived with the landings."""
         if engine.is_finished:
             raise RuntimeError(
-                "Training continues after its last batch: max_epochs or max_steps was raised after"
-                " the worker groups had joined. Set both before trainer.fit, or call it again."
+                "Training cannot continue after its last batch, because max_epochs or max_steps was"
+                " increased after the worker groups had merged their models. Set both arguments"
+                " before trainer.fit, or call trainer.fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.rounds.timetable.due(engine.inner_steps + 1):
@@ -426,7 +422,7 @@ class Fit(FitState):
         return landings
 
     def _choose_if_due(self, engine: StreamingDiLoCo) -> None:
-        """Chooses the open settings once enough inner steps have been timed."""
+        """Chooses the open settings after enough inner steps have been timed."""
         options = self.options
         rounds = engine.rounds
         first_launch = rounds.timetable.began_at + rounds.timetable.schedule.first_launch
@@ -443,9 +439,7 @@ class Fit(FitState):
             self._row |= announce_choice(rounds.settings, len(engine.fragments), options.measured)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Drops metrics that cannot be reduced, and warns if no batch of the epoch counted as an
-        inner step.
-        """
+        """Drops metrics that cannot be reduced and warns if the epoch had no inner step."""
         self._is_between_epochs = True
         self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
@@ -453,9 +447,10 @@ class Fit(FitState):
             drop_metrics_of_some_ranks(trainer, self.groups.topology)
         if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
-                "Epoch %d ended without an inner step: no optimizer stepped this model's"
-                " parameters, so the worker groups have exchanged nothing. Train with optimizers of"
-                " torch.optim, or with those that self.optimizers() returns.",
+                "Epoch %d ended without an inner step. No optimizer stepped this model's"
+                " parameters, so the worker groups have not exchanged anything. Train with"
+                " optimizers from torch.optim, or with the optimizers that self.optimizers()"
+                " returns.",
                 trainer.current_epoch,
             )
 
@@ -473,9 +468,7 @@ class Fit(FitState):
             monitor.note(landings)
 
     def _log(self, log_metrics: Function, metrics: State, step: int | None = None) -> None:
-        """Adds the landings to Lightning's training row, and creates a row if a logged step has
-        none.
-        """
+        """Adds the landings to Lightning's training row, or to a new row if there is none."""
         # self.log would repeat values without a landing, and forget those between two logged steps.
         is_step = self.trainer._logger_connector._first_loop_iter is not None
         if self.trainer.training and step is None and (metrics or is_step):
@@ -484,7 +477,7 @@ class Fit(FitState):
         log_metrics(metrics, step)
 
     def _log_last_row(self) -> None:
-        """Logs the landings since the last row, if no other row follows."""
+        """Logs the landings since the last row at the end of a fit."""
         last = max(0, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self.trainer._logger_connector.log_metrics(_as_metrics(self._row), step=last)
         self._row = {}
@@ -511,9 +504,7 @@ class Fit(FitState):
             self.engine.fragmented_model.view.keep_outer()
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to completion, with the outer parameters in the module; returns the
-        landings.
-        """
+        """Puts the outer parameters into the module at the end of a fit. Returns the landings."""
         if self.engine is None or self.groups.failed:
             return []
         self.groups.meet()
@@ -527,18 +518,18 @@ class Fit(FitState):
         return landings
 
     def align(self) -> None:
-        """Gives all ranks the first group's model, after the callbacks and hooks at the end."""
+        """Copies the first group's model to all ranks after the final callbacks and hooks."""
         if self.groups.is_alone:
             return
         self.groups.meet()
         unlike = align_at_end(self.trainer.lightning_module, self.groups.topology)
         if unlike and self.trainer.is_global_zero:
             _log.warning(
-                "After training, %d tensors of the model differ between ranks: %s%s. A hook or"
-                " callback changed them after the last step, with values that differ between"
-                " ranks. All ranks now hold rank 0's values. The outer model is in"
-                " strategy.outer_state_dict() and in the last checkpoint. To keep what the hook"
-                " writes, make it write the same values on all ranks.",
+                "After training, %d tensors of the model differ between ranks: %s%s. After the last"
+                " step, a hook or callback wrote different values on different ranks. All ranks now"
+                " have rank 0's values. The outer model is in strategy.outer_state_dict() and in"
+                " the last checkpoint. To keep the values that the hook writes, write the same"
+                " values on all ranks.",
                 len(unlike),
                 ", ".join(map(repr, unlike[:_SHOWN])),
                 ", ..." if len(unlike) > _SHOWN else "",
@@ -547,7 +538,7 @@ class Fit(FitState):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule | None, exception: BaseException
     ) -> None:
-        """Reports an exception to the other ranks before another callback saves a checkpoint."""
+        """Reports an exception to the other ranks before a callback saves a checkpoint."""
         # After a signal, all ranks end with this exception, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
             self._log_last_row()
@@ -562,14 +553,12 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns scalars in Lightning's form, as in trainer.logged_metrics. In float64, any number of
-    bytes is exact.
-    """
+    """Converts scalars to float64 tensors, which represent any number of bytes exactly."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
 def samples_in(batch: Batch) -> int:
-    """Returns the number of samples in a batch: the length of its first tensor; 0 without one."""
+    """Returns the length of the first tensor in a batch, or 0 if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     if isinstance(batch, Mapping):

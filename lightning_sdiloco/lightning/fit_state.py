@@ -1,18 +1,18 @@
-"""The state of a fit that its parts share, and the requests that its ranks send each other, such as
-after a signal.
+"""Defines the shared state of a fit and the requests that ranks send each other.
 
-A request travels in a launch's control vector. When the launch lands, all ranks agree on the
-request.
+A request, for example after a signal, is sent in the control vector of a launch. All ranks agree on
+the request when the launch lands.
 
-[Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it
-only records the signal, and the request travels with the next launch. When that launch has landed,
-which happens after the same inner step on every rank, all ranks save together and end. A second
-signal has no effect, before or after that.
+[Note: signals wait for a step boundary] A signal handler may run between any two lines of Python.
+The handler therefore only records the signal, and the request is sent with the next launch. That
+launch lands after the same inner step on every rank, after which all ranks save together and end
+the fit. A second signal has no effect.
 
 [Note: where a fit ends] At the end of a batch, there are two points from which Lightning resumes
 exactly. If a validation is due, the fit ends before the first validation batch, and the resumed fit
-starts with that validation. Otherwise, it ends after everything else. After the last batch of an
-epoch, Lightning resumes with the next epoch, so the end of the epoch runs before the fit ends.
+starts with that validation. Otherwise, the fit ends after all other work that is due. After the
+last batch of an epoch, Lightning resumes with the next epoch, so the end of the epoch runs before
+the fit ends.
 """
 
 import logging
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(IntFlag):
-    """The requests. From ``CHECKPOINT`` on, each bit represents one periodic checkpoint."""
+    """The kinds of requests. Each bit from ``CHECKPOINT`` on represents one periodic checkpoint."""
 
     TERMINATE = 1
     TIME_LIMIT = 2
@@ -63,20 +63,19 @@ class Requests:
         self.deciding: int | None = None
 
     def ask(self, bit: int) -> None:
-        """Sends a request to all groups. Repeating it before it is fulfilled changes nothing."""
+        """Sends a request to all groups. Repeating a pending request has no effect."""
         if self._engine is not None:
             # A plain number, because it is saved with the engine.
             self._engine.rounds.requests.ask(int(bit))
 
     def settle(self, bit: int) -> None:
-        """Marks all requests made so far as done. All ranks do so after the same inner step."""
+        """Marks all pending requests of a kind as done, after the same inner step on all ranks."""
         if self._engine is not None:
             self.done_at[int(bit)] = self._engine.inner_steps
             self._engine.rounds.requests.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], requested: int) -> None:
-        """Handles the requests that came with landings, on which all ranks now agree, after the
-        same inner step.
+        """Handles the requests that all ranks agree on now that their launches have landed.
 
         Args:
             landings: The landings of this inner step.
@@ -94,9 +93,7 @@ class Requests:
         return bool(self.agreed_now & int(bit))
 
     def vote(self, skip: object) -> bool | None:
-        """Returns whether all ranks skip the save that a checkpoint callback asks about; None if no
-        callback asks.
-        """
+        """Returns whether all ranks skip a time-based save, or None if no callback requests one."""
         if self.deciding is None or not isinstance(skip, bool):
             return None
         bit = int(Request.CHECKPOINT) << self.deciding
@@ -107,9 +104,7 @@ class Requests:
 
 
 class FitState:
-    """The state of a fit that its parts share. Every fit has its own object, so nothing is
-    reset.
-    """
+    """The state that the parts of a fit share. Every fit creates a new object."""
 
     trainer: Trainer
     options: Options
@@ -119,11 +114,11 @@ class FitState:
     requests: Requests
     engine: StreamingDiLoCo | None
     landed: bool
-    """Whether a fragment landed with the last inner step."""
+    """Whether a fragment landed after the last inner step."""
     is_ending: bool
-    """Whether a signal ends the fit on all ranks."""
+    """Whether a signal is ending the fit on all ranks."""
     ended: bool
-    """Whether a signal has ended the fit and the checkpoint is saved."""
+    """Whether a signal has ended the fit and a checkpoint has been saved."""
 
     @property
     def is_training(self) -> bool:
@@ -131,9 +126,7 @@ class FitState:
 
 
 class Signals:
-    """Records the signals that this rank receives in a fit, and ends the fit when all
-    ranks agree.
-    """
+    """Records the signals received during a fit and ends the fit when all ranks agree."""
 
     def __init__(self, fit: FitState) -> None:
         self._fit = fit
@@ -167,9 +160,9 @@ class Signals:
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
-        """Ends a fit that has finished before a launch could carry the request.
+        """Ends a fit that has finished before a launch could send the request.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         received = reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received))
         if received:
@@ -183,7 +176,7 @@ class Signals:
             self._requeued_by = signum
 
     def _after_batch(self, original: Function, data_fetcher: object) -> None:
-        """Ends a batch, and the fit if all ranks agreed to; see [Note: where a fit ends]."""
+        """Ends a batch and, if all ranks agree, the fit; see [Note: where a fit ends]."""
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
@@ -213,7 +206,7 @@ class Signals:
             self._end(agreed)
 
     def _agreed(self) -> int:
-        """Returns the signals on which all ranks agree now."""
+        """Returns the signals that all ranks agree on now."""
         if not self._fit.is_training:
             return 0  # A fit whose last step this was runs to its end.
         return sum(filter(self._fit.requests.agreed, SIGNALLED))
@@ -243,10 +236,10 @@ class Signals:
             # this file without being asked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
-            advice = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
+            advice = f"To continue from this checkpoint, call trainer.fit(..., ckpt_path={path!r})."
         else:
             advice = (
-                "No checkpoint was saved, because the trainer's settings rule it out"
+                "No checkpoint was saved, because the trainer's settings do not allow it"
                 " (enable_checkpointing, fast_dev_run, barebones)."
             )
         if trainer.is_global_zero:
@@ -258,9 +251,7 @@ class Signals:
 
 
 def listen_without_fit(trainer: Trainer, undo: ExitStack) -> None:
-    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of
-    whatever is running.
-    """
+    """Replaces Lightning's signal handlers outside a fit, because they wait for all ranks."""
     connector = trainer._signal_connector
 
     def terminate(_: object, signum: int, frame: FrameType | None) -> None:
@@ -270,7 +261,8 @@ def listen_without_fit(trainer: Trainer, undo: ExitStack) -> None:
 
     def refuse(_: object, signum: int, frame: FrameType | None) -> None:
         _log.warning(
-            "Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.",
+            "Signal %s requests that the job be requeued, but there is no state to save outside"
+            " trainer.fit.",
             signum,
         )
 

@@ -1,5 +1,4 @@
-"""The worker groups from the perspective of a process: how ranks find each other, and which ranks a
-collective spans.
+"""Connects the ranks of worker groups and determines which ranks a collective spans.
 
 Inside a batch, the collectives of Lightning and of user code stay within the worker group;
 elsewhere they span all ranks.
@@ -92,20 +91,21 @@ _connecting = threading.Lock()
 
 
 class ConnectedGroups:
-    """The ranks of all worker groups. It lives as long as the strategy, across several fits."""
+    """The connected ranks of all worker groups.
+
+    The object exists as long as the strategy, which may run several fits.
+    """
 
     def __init__(self) -> None:
         self.failed = False
         self.announce: Function | None = None
-        """Called when this rank is about to wait for all others."""
+        """A function to call when this rank is about to wait for all other ranks."""
         self._topology: Topology | None = None
         self._failures: Failures | None = None
 
     @property
     def topology(self) -> Topology:
-        """The worker groups and the connections between them; available once processes are
-        connected.
-        """
+        """The worker groups and their connections, available once processes are connected."""
         assert self._topology is not None, "the process groups are made in setup_environment"
         return self._topology
 
@@ -115,22 +115,18 @@ class ConnectedGroups:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank is ending with an exception, and so must not wait for ranks
-        that may be gone.
-        """
+        """Whether this rank is ending with an exception and must not wait for other ranks."""
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def enter(self) -> None:
-        """Records that a trainer runs in this thread, until `leave`."""
+        """Records that a trainer runs in this thread until `leave` is called."""
         _running[self] = threading.current_thread()
 
     def leave(self) -> None:
         _running.pop(self, None)
 
     def check(self, host: Host, options: Options, model_format: WholeModel) -> None:
-        """Refuses ranks that do not divide into worker groups, and devices that NCCL cannot
-        connect.
-        """
+        """Refuses ranks that cannot form equal groups, and devices that NCCL does not support."""
         _layout(host, options, model_format)
         self._device_backend(options, host)
 
@@ -142,10 +138,11 @@ class ConnectedGroups:
             self._connect(host, options, model_format, set_up)
 
     def _refuse_another_thread(self) -> None:
-        """Refuses to run alongside another thread's trainer if there are other processes.
+        """Refuses to run in parallel with another thread's trainer if there are several processes.
 
-        Engines have their own channels, but trainers meet in the default process group, before
-        validations and at the end, and ranks would confuse one trainer's meeting with another's.
+        Each engine has its own process groups, but all trainers use the default process group
+        before validations and at the end of a fit. Ranks would mix up the collectives of different
+        trainers.
         """
         thread = threading.current_thread()
         busy = [
@@ -155,10 +152,10 @@ class ConnectedGroups:
         ]
         if self in _running and busy and is_connected() and world().size > 1:
             raise ValueError(
-                f"A trainer already runs in the thread {busy[0]!r} of this process, and this one"
-                f" was started in {thread.name!r}: with {world().size} processes their collectives"
-                " would be mistaken for each other's. Run one after the other, or each in its own"
-                " processes."
+                f"A trainer is already running in the thread {busy[0]!r} of this process, and"
+                f" another trainer was started in {thread.name!r}. With {world().size} processes,"
+                " the collectives of the two trainers would be mixed up. Run the trainers one after"
+                " the other, or in separate processes."
             )
 
     def _connect(
@@ -211,8 +208,9 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the other ranks that this one ends with an exception. From now on, it must not wait
-        for them.
+        """Notifies the other ranks that this rank is ending with an exception.
+
+        After this call, this rank must not wait for other ranks.
         """
         self.failed = True
         failures = self._failures
@@ -222,15 +220,15 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def meet(self) -> None:
-        """Announces that this rank is about to wait for all others, some of which may be waiting
-        for its epoch to end.
-        """
+        """Announces that this rank is about to wait for all other ranks."""
         if self.announce is not None and not self.failed:
             self.announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns the joint decision of all ranks, or this rank's own decision before they connect
-        or after an exception.
+        """Returns the joint decision of all ranks.
+
+        Before the ranks are connected, and after an exception, the result is this rank's own
+        decision.
         """
         if self.is_alone or not self.is_connected:
             return decision
@@ -240,9 +238,7 @@ class ConnectedGroups:
         return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means over all ranks of the numbers that all of them have; empty after an
-        exception.
-        """
+        """Returns the means, over all ranks, of the numbers that every rank has."""
         if self.is_alone:
             return {}
         self.meet()
@@ -252,7 +248,7 @@ class ConnectedGroups:
 
     @contextmanager
     def waiting(self, names: Sequence[object], engine: StreamingDiLoCo | None) -> Iterator[None]:
-        """Explains possible causes if the others do not reach a barrier where this rank waits."""
+        """Explains possible causes if other ranks do not reach a barrier."""
         self.meet()
         try:
             yield
@@ -261,15 +257,16 @@ class ConnectedGroups:
                 raise
             in_flight = list(engine.rounds.in_flight) if engine is not None else []
             raise ExchangeError(
-                f"This rank, of worker group {self.topology.group_index}, waited for all others at"
-                f" {names or 'a barrier'} and they did not arrive; fragments in flight:"
-                f" {in_flight or 'none'}. Other groups have stopped, or are still training because"
-                " they have more data or because trainer.should_stop was set here only."
+                f"This rank, which belongs to worker group {self.topology.group_index}, waited for"
+                f" all other ranks at {names or 'a barrier'}, but they did not arrive. Fragments in"
+                f" flight: {in_flight or 'none'}. Either other groups have stopped, or they are"
+                " still training because they have more data or because trainer.should_stop was set"
+                " only in this group."
             ) from error
 
 
 def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
-    """Meets all processes at the main address, before the default process group is created."""
+    """Connects all processes at the main address before the default process group is created."""
     environment = host.cluster_environment
     is_by_hand = "LightningEnvironment" in class_names(type(environment))
     advice = ""
@@ -286,7 +283,7 @@ def _meet(host: Host, world_size: int, timeout: timedelta) -> Rendezvous:
 
 
 def _end_processes_of(host: Host) -> None:
-    """Ends the processes that rerun the script and would wait for this one."""
+    """Ends the processes that rerun the script and would wait for this process."""
     # Lightning watches the list of these processes, and would end this one before it reports the
     # reason.
     processes = getattr(host.launcher, "procs", [])
@@ -301,17 +298,18 @@ def _end_processes_of(host: Host) -> None:
 
 
 def _refuse_other_size(world_size: int) -> None:
-    """Refuses process groups that other code has created with a different number of ranks."""
+    """Refuses existing process groups that have a different number of ranks."""
     if world().size != world_size:
         raise ValueError(
-            f"{world().size} processes are connected by code outside Lightning, but the worker"
-            f" groups expect {world_size}. Set devices and num_nodes to that number, or give"
-            " plugins a cluster environment whose world_size() returns it."
+            f"Code outside Lightning has connected {world().size} processes, but the worker groups"
+            f" expect {world_size}. Set devices and num_nodes to match the connected processes, or"
+            " set plugins to a cluster environment whose world_size() returns the number of"
+            " connected processes."
         )
 
 
 def _layout(host: Host, options: Options, model_format: WholeModel) -> GroupLayout:
-    """Returns the layout of worker groups, given the environment's number of ranks."""
+    """Returns the layout of worker groups for the number of ranks in the environment."""
     nodes = host.num_nodes
     processes = host.num_processes
     environment = host.cluster_environment
@@ -323,8 +321,8 @@ def _layout(host: Host, options: Options, model_format: WholeModel) -> GroupLayo
     if world_size % nodes:
         raise ValueError(
             f"{type(environment).__name__} reports {world_size} processes, which cannot be divided"
-            f" equally among num_nodes={nodes} nodes. Start the same number on every node, or leave"
-            " num_nodes at 1 and set worker_groups."
+            f" equally among num_nodes={nodes} nodes. Start the same number of processes on every"
+            " node, or leave num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
 
@@ -342,7 +340,7 @@ def in_batch(module: LightningModule | None) -> bool:
 
 
 def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces one that does not."""
+    """Returns whether a collective stays inside the worker group, and announces it otherwise."""
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -352,24 +350,22 @@ def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> b
 class ScaleWatch:
     """Warns once about a loss that may be scaled by the total number of ranks, as for DDP.
 
-    DistributedDataParallel averages gradients over the ranks of a group, so a loss multiplied by
-    ``trainer.world_size`` to get their sum is too large by a factor of the number of groups. Rank 0
-    looks for code outside Lightning that reads this number in a training batch, and for a module
-    that stores it.
+    DistributedDataParallel averages gradients over the ranks of a group. A loss that is multiplied
+    by ``trainer.world_size`` to turn the average into a sum is therefore too large by a factor
+    equal to the number of groups. Rank 0 checks whether code outside Lightning reads
+    ``trainer.world_size`` in a training batch, and whether a module stores the number.
     """
 
     def __init__(self) -> None:
         self._has_warned = False
 
     def look_at(self, module: LightningModule, topology: Topology) -> None:
-        """Checks whether a module has the number as an attribute."""
+        """Checks whether a module stores the number of ranks as an attribute."""
         if vars(module).get("world_size") == topology.world.size:
-            self._warn("The module keeps world_size", topology)
+            self._warn("The module stores world_size", topology)
 
     def read(self, module: LightningModule | None, topology: Topology) -> None:
-        """Checks which code reads the number: the caller's caller, or the code that asks the
-        trainer for it.
-        """
+        """Checks whether code outside Lightning reads the number of ranks in a training batch."""
         if self._has_warned or torch.compiler.is_compiling() or not in_batch(module):
             return
         frame = inspect.currentframe()
@@ -382,9 +378,10 @@ class ScaleWatch:
         self._has_warned = True
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
-                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d"
-                " ranks of a group. A loss multiplied by it, as for DDP, has gradients %d times"
-                " too large: use trainer.strategy.topology.group_size there. Shown once.",
+                "%s, which is %d, the number of ranks in all worker groups. However, gradients are"
+                " averaged only over the %d ranks of a group. If the loss is multiplied by this"
+                " number, as for DDP, the gradients are %d times too large. Use"
+                " trainer.strategy.topology.group_size instead. Shown once.",
                 place,
                 topology.world.size,
                 topology.group_size,

@@ -1,15 +1,14 @@
-"""Lightning's internals: a register of the names used here, the only way to patch them, and
-refusals.
+"""Registers the Lightning internals that this package uses, and patches them.
 
 [Note: the register] Some promises to users depend on names that Lightning may change in any
-release: private names, and methods that are replaced during a fit. Each is in `REGISTER`.
-`check_names` looks for all of them before a fit begins, so that no promise is broken silently, and
-`wrap` replaces nothing that is not in the register. One test compares the register with the source;
-another removes a name at each place.
+release, such as private names and methods that are replaced during a fit. All these names are in
+`REGISTER`. `check_names` looks up all registered names before a fit begins, so that no promise is
+broken silently. `wrap` refuses to replace a name that is not in the register. One test compares the
+register with the source code, and another test removes a name at each place.
 
-[Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with
-`isinstance`: there are two distributions, each with its own classes; one of them may not be
-installed, and older versions lack some.
+[Note: recognised by name] Callbacks are recognised by the names of Lightning's classes rather than
+with `isinstance`. The two distributions have different classes, only one distribution may be
+installed, and older versions lack some classes.
 """
 
 import importlib
@@ -27,10 +26,10 @@ from lightning_sdiloco.registration import variants
 _log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
-"""A function of Lightning or of a user, called with their arguments."""
+"""A function from Lightning or from the user that takes any arguments."""
 
 State = dict[str, Any]
-"""The saved state of an object, or a value to save in its place."""
+"""The saved state of an object."""
 
 Forwarded = Any
 """An argument from Lightning that is passed on unchanged."""
@@ -39,7 +38,7 @@ Batch = Any
 """The items that a user's data loader yields."""
 
 Host = Any
-"""One of our strategies, each of which has a Lightning base class."""
+"""A strategy of this package with its Lightning base class."""
 
 Internal = Any
 """A Lightning object whose class depends on the version or distribution."""
@@ -57,10 +56,10 @@ _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 OLDEST = "2.5.0"
 NEWEST = "2.6.6"
-"""The oldest and newest versions of Lightning with which the tests have passed."""
+"""The newest version of Lightning for which the tests have passed."""
 
 FABRIC = "Fabric's DDPStrategy"
-"""Represents the base class of Fabric's strategy, whose name is shared by another class."""
+"""A name for the base class of the Fabric strategy, because another class has the same name."""
 
 
 class HostName(NamedTuple):
@@ -68,15 +67,13 @@ class HostName(NamedTuple):
     name: str
     first: str = OLDEST
     without: str = ""
-    """The feature that a run lacks without an optional name; empty for a required name."""
+    """The consequence if an optional name is missing, or an empty string for a required name."""
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"
 
     def is_expected_in(self, version: str) -> bool:
-        """Returns whether a version should have the name; versions newer than all tested ones
-        should.
-        """
+        """Returns whether a version of Lightning should have the name."""
         return _numbers_of(version) >= _numbers_of(self.first)
 
 
@@ -142,8 +139,9 @@ _NEEDED = {
 }
 
 _SET = ("_launcher", "_device_mesh")
-"""Names that are set here and therefore exist afterwards; public names must show that Lightning
-uses them.
+"""Names that are set here and therefore always exist.
+
+Matching public names show whether Lightning uses them.
 """
 
 _WEIGHT_AVERAGING = (
@@ -177,7 +175,7 @@ REGISTER = (
 
 
 def check_names(trainer: Trainer) -> None:
-    """Looks for all registered names that this trainer's fit may need; see [Note: the register]."""
+    """Checks all registered names that a fit may need; see [Note: the register]."""
     version = str(importlib.import_module(_distribution_of(trainer)).__version__)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [
@@ -189,7 +187,7 @@ def check_names(trainer: Trainer) -> None:
 
 
 def check_without_trainer(host: Internal, place: str = "") -> None:
-    """Looks for the registered names in a class, or in an object that represents a place."""
+    """Checks the registered names of a class or of an object that represents a place."""
     places = {place} if place else class_names(host)
     _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
 
@@ -198,17 +196,19 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
     needed = [str(entry) for entry in missing if not entry.without]
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
     text = (
-        f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}."
-        f" lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
+        f"This version of Lightning{version} lacks names that worker groups need:"
+        f" {'; '.join(lacks)}. lightning-sdiloco was tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
-        raise ValueError(f"{text} Install one of these, or a newer version of lightning-sdiloco.")
+        raise ValueError(
+            f"{text} Install one of these versions, or a newer version of lightning-sdiloco."
+        )
     if missing and warns:
         _log.warning("%s Training continues without.", text)
 
 
 def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
-    """Replaces a Lightning function with one that receives it as its first argument."""
+    """Replaces a Lightning function with a function whose first argument is the original."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
     if not hasattr(target, name):
@@ -227,9 +227,7 @@ def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
 
 
 class _Replacement(partial[object]):
-    """A function that replaces a method; copies and pickles of the object have the
-    original method.
-    """
+    """A replacement for a method that is not included in copies or pickles of the object."""
 
     replaced: tuple[object, str]
 
@@ -249,7 +247,7 @@ class _Replacement(partial[object]):
 
 
 def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
-    """Yields the objects at a place, or none if the trainer does not have any."""
+    """Yields the trainer's objects at a registered place."""
     top, *path = place.split(".")
     if top == "trainer":
         # The private names along the path are in the register themselves.
@@ -269,9 +267,7 @@ def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
 
 @cache
 def _imported(place: str) -> object:
-    """Returns a module, or an object of a class made by ``__init__``; None if the class does not
-    exist.
-    """
+    """Returns a module or an instance of a class, or None if neither exists."""
     module, _, name = place.rpartition(".")
     try:
         host = getattr(importlib.import_module(module), name, None)
@@ -288,7 +284,7 @@ def _distribution_of(trainer: Trainer) -> str:
 
 
 def _has(host: Internal, entry: HostName) -> bool:
-    """Returns whether a Lightning object itself has a name, rather than only our subclass of it."""
+    """Returns whether Lightning itself, and not only our subclass, defines a name."""
     name = entry.name
     is_class = isinstance(host, type)
     attributes: Mapping[str, object] = {} if is_class else getattr(host, "__dict__", {})
@@ -302,7 +298,7 @@ def _has(host: Internal, entry: HostName) -> bool:
 
 
 def is_of_lightning(module: str) -> bool:
-    """Returns whether a module, by its name, belongs to Lightning."""
+    """Returns whether a module name belongs to Lightning."""
     return module.partition(".")[0] in _TOPS
 
 
@@ -318,7 +314,7 @@ _OURS = __name__.partition(".")[0]
 
 
 def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """Returns which of these hooks the user's module and callbacks define, as ``Class.hook``."""
+    """Returns the hooks that the user's module and callbacks define, as ``Class.hook``."""
     hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
         # A LambdaCallback stores its hooks itself.
@@ -341,37 +337,36 @@ _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 # The reasons why a callback cannot work, by class.
 _WITH_GROUPS = {
     "ModelPruning": (
-        "prunes by each worker group's local weights, so every group would prune different ones."
-        " Prune the outer model after training, with torch.nn.utils.prune."
+        "prunes weights based on each worker group's local values, so every group would prune"
+        " different weights. Prune the outer model after training with torch.nn.utils.prune."
     ),
     "SpikeDetection": (
-        "asks all ranks after every batch whether there was a spike, so every worker group would"
-        " wait for the slowest at every step. Remove it; a group whose values are not finite is"
-        " left out of the mean anyway."
+        "checks for spikes on all ranks after every batch, so every worker group would wait for the"
+        " slowest group in every step. Remove the callback. Groups with non-finite values are"
+        " excluded from the mean anyway."
     ),
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
-        "copies the whole model, but every rank has only a part of it. Remove it: the outer"
-        " model, which validation and checkpoints use, is already an average.",
+        "copies the whole model, but every rank has only a part of the model. Remove the callback."
+        " The outer model, which is used for validation and checkpoints, is already an average.",
     ),
     "BaseFinetuning": (
-        "unfreezes layers between epochs, which sharded parameters do not support. Freeze the"
+        "unfreezes layers between epochs, which does not work with sharded parameters. Freeze the"
         " layers in configure_model instead, and train in several fits."
     ),
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
-    "averages outer parameters over time, but on this route each worker group holds its own, so"
-    " every group would end with a different average. Remove the callback, or leave out route.",
+    "averages outer parameters over time, but on this route each worker group has different outer"
+    " parameters, so every group would end with a different average. Remove the callback, or omit"
+    " route.",
 )
 
 
 def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None:
-    """Refuses setups that cannot work with groups, on a route, or where each rank of a group holds
-    part of the model.
-    """
+    """Refuses setups that do not work with worker groups, a route, or a sharded model."""
     precision = trainer.strategy.precision_plugin.precision
     if is_sharded and precision not in _PRECISIONS:
         raise ValueError(
@@ -382,16 +377,16 @@ def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None:
         raise ValueError(
-            f"val_check_interval is a time, {seconds:g} s: each rank would use its own clock,"
-            " validate after a different batch, and wait there for the others. Set it to a number"
-            " of batches, or to a share of the epoch."
+            f"val_check_interval is a time ({seconds:g} s). Each rank would use its own clock,"
+            " validate after a different batch, and wait for the other ranks. Set"
+            " val_check_interval to a number of batches, or to a fraction of the epoch."
         )
     averaging = _averaging_callbacks(trainer)
     if len(averaging) > 1:
         names = ", ".join(type(callback).__name__ for callback in averaging)
         raise ValueError(
-            f"Several callbacks average weights: {names}. A checkpoint can hold only one average,"
-            " and so can the module at the end. Keep one of them."
+            f"Several callbacks average weights: {names}. A checkpoint and the final module can"
+            " each contain only one average. Keep only one of the callbacks."
         )
     reasons = dict(_WITH_GROUPS)
     if not shares:
@@ -414,30 +409,28 @@ def _averaging_callbacks(trainer: Trainer) -> list[object]:
 
 
 def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
-    """Refuses a StochasticWeightAveraging of a model with BatchNorm."""
+    """Refuses StochasticWeightAveraging for a model with BatchNorm."""
     contains_batch_norm = getattr(averaging, "pl_module_contains_batch_norm", None)
     if contains_batch_norm is None or trainer.max_epochs == -1:
         return
     if contains_batch_norm(trainer.lightning_module):
         raise ValueError(
-            f"{type(averaging).__name__} does not work with a model that has BatchNorm: it adds an"
-            " epoch in which every worker group recomputes the statistics from its own data,"
-            " without an exchange, so every group would end with a different model. Use"
+            f"{type(averaging).__name__} does not work with a model that has BatchNorm layers. The"
+            " callback adds an epoch in which every worker group recomputes the statistics from its"
+            " own data without an exchange, so every group would end with a different model. Use"
             " WeightAveraging or EMAWeightAveraging, which also average the statistics."
         )
 
 
 def may_write_at_end(trainer: Trainer) -> bool:
-    """Returns whether a hook at the end of training, of a user or of an average, may change the
-    model.
-    """
+    """Returns whether a hook or an averaging callback may change the model at the end."""
     return bool(_averaging_callbacks(trainer) or user_hooks(trainer, ["on_train_end"]))
 
 
 def refuse_in_notebook(host: Host) -> None:
     """Refuses to start processes in a notebook by rerunning a script.
 
-    Lightning advises DDP there.
+    Otherwise, Lightning would recommend DDP.
     """
     # Lightning decides in the same way.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -447,7 +440,7 @@ def refuse_in_notebook(host: Host) -> None:
     advice = "Run your code as a script."
     name = "_".join((host.strategy_name, "notebook"))
     if name in variants(host.strategy_name):
-        advice = f"Write strategy={name!r}, or give the strategy start_method='fork'."
+        advice = f"Set strategy={name!r}, or pass start_method='fork' to the strategy."
     raise ValueError(
         f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an"
         f" interactive interpreter, which has no script to run. {advice}"
@@ -455,13 +448,11 @@ def refuse_in_notebook(host: Host) -> None:
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:
-    """Replaces torch's message about parameters without a gradient, before Lightning replaces it
-    and advises DDP.
-    """
+    """Replaces torch's message about unused parameters before Lightning recommends DDP."""
     advice = (
         "It looks like your LightningModule has parameters that were not used in producing the loss"
-        " returned by training_step. If this is intentional, DistributedDataParallel must look for"
-        f" them in every step: write strategy='{name}_find_unused_parameters_true', or give the"
-        " strategy ddp_kwargs={'find_unused_parameters': True}}."
+        " returned by training_step. If this is intentional, make DistributedDataParallel look for"
+        f" unused parameters in every step: set strategy='{name}_find_unused_parameters_true', or"
+        " pass the strategy ddp_kwargs={'find_unused_parameters': True}}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)

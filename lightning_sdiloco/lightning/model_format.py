@@ -1,11 +1,11 @@
-"""How the ranks of a worker group store the model: each rank has either all of it or a part.
+"""Defines how the ranks of a worker group store the model, which may be sharded.
 
-Everything that depends on this is here: the arguments of Lightning's strategy, the shape of a
-group, the wrapped model, and how the model and inner optimizers are saved and restored.
+The format of a model determines the arguments of Lightning's strategy, the shape of a group, the
+wrapped model, and how the model and the inner optimizers are saved and restored.
 
-[Note: sharded folders] Only the first worker group writes, because all groups have the same outer
-model, and its inner optimizers come from rank 0. The folder is written next to its final place, and
-moved there when it is complete.
+[Note: sharded folders] Only the first worker group writes the folder, because all groups have the
+same outer model. The inner optimizers are saved from rank 0. The folder is written next to its
+final location and moved there when it is complete.
 """
 
 import inspect
@@ -79,17 +79,13 @@ _METADATA = "meta.pt"
 
 
 class WholeModel:
-    """Every rank of a group has the whole model, and DistributedDataParallel averages the
-    gradients.
-
-    `ShardedModel` overrides the parts that differ when ranks share the model.
-    """
+    """Stores the whole model on every rank and averages gradients with DistributedDataParallel."""
 
     summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
-    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is
-    divided into fragments, which the groups average one at a time, at a few bits per value, while
-    training continues (arXiv 2501.18512).
+    Each worker group trains independently and uses DistributedDataParallel among its ranks. The
+    model is divided into fragments. The groups average one fragment at a time, with a few bits per
+    value, while training continues (arXiv 2501.18512).
 
     Examples:
         >>> strategy = StreamingDiLoCoStrategy(worker_groups=2, sync_every=50)
@@ -99,15 +95,13 @@ class WholeModel:
     is_sharded = False
 
     in_folders = False
-    """Whether checkpoints are sharded folders, which no CheckpointIO writes."""
+    """Whether checkpoints are sharded folders, which are written without a CheckpointIO."""
 
     mesh: Mapping[str, int] = MappingProxyType({})
-    """The sizes of a group's data-parallel and tensor-parallel dimensions, if its ranks share the
-    model.
-    """
+    """The sizes of a group's data-parallel and tensor-parallel dimensions for a sharded model."""
 
     def __init__(self, arguments: State) -> None:
-        """Takes the result of `base_arguments`."""
+        """Creates the format from the arguments of `base_arguments`."""
         # These arguments must be the same on all ranks.
         self.described: dict[str, str] = {}
 
@@ -123,26 +117,25 @@ class WholeModel:
         checkpoint_io: Forwarded = None,
         precision_plugin: Forwarded = None,
     ) -> State:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's
-        strategy.
+        """Checks the arguments of this format and returns those of Lightning's strategy.
 
         Args:
-            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``,
+            start_method: The method for starting processes on a node: ``"popen"``, ``"spawn"``,
                 ``"fork"`` or ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-            process_group_backend: Backend of the process groups that Lightning and a worker group
-                use, such as ``"gloo"``. None: the device's default.
-            accelerator: As for every Lightning strategy.
-            parallel_devices: As for every Lightning strategy.
-            cluster_environment: As for every Lightning strategy.
-            checkpoint_io: As for every Lightning strategy.
-            precision_plugin: As for every Lightning strategy.
+            process_group_backend: The backend of the process groups that Lightning and a worker
+                group use, such as ``"gloo"``. If None, the default backend of the device is used.
+            accelerator: The accelerator, as in every Lightning strategy.
+            parallel_devices: The devices of this node, as in every Lightning strategy.
+            cluster_environment: The cluster environment, as in every Lightning strategy.
+            checkpoint_io: The checkpoint plugin, as in every Lightning strategy.
+            precision_plugin: The precision plugin, as in every Lightning strategy.
         """
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen' (the default, which"
-                " runs the script again), 'spawn', 'fork', or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown. Choose 'popen' (the default, which runs"
+                " the script again), 'spawn', 'fork', or 'forkserver'."
             )
         require_backend(process_group_backend)
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
@@ -154,7 +147,7 @@ class WholeModel:
     def layout(
         self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int
     ) -> GroupLayout:
-        """``"auto"`` means one group per node, or per device on a single node."""
+        """Returns the layout. ``"auto"`` means one group per node, or per device on one node."""
         world_size = num_nodes * num_processes
         if isinstance(worker_groups, str):
             worker_groups = num_nodes if num_nodes > 1 else world_size
@@ -186,15 +179,13 @@ class WholeModel:
 
     @staticmethod
     def _warn_of_static_graph(topology: Topology) -> None:
-        """Warns that buckets are not rebuilt before the first step, so a resumed run may round
-        differently.
-        """
+        """Warns that a resumed run may round differently, because buckets are rebuilt too late."""
         if topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True, DistributedDataParallel adds up the gradients of the"
-                " first step in a different order from later ones. In a worker group of %d ranks"
-                " the resumed run may round differently from an uninterrupted one; without"
-                " static_graph it is bit-identical.",
+                "With static_graph=True, DistributedDataParallel sums the gradients of the first"
+                " step in a different order than in later steps. In a worker group of %d ranks, the"
+                " resumed run may therefore round differently than an uninterrupted run. Without"
+                " static_graph, the two runs are bit-identical.",
                 topology.group_size,
             )
 
@@ -209,21 +200,20 @@ class WholeModel:
         storage_options: object,
         save: Save,
     ) -> None:
-        """Writes the state that all groups share. All ranks must call it."""
+        """Writes the state that all groups share. All ranks must call this method."""
         save(checkpoint, path, storage_options)
 
     def read(
         self, host: Host, path: str | Path, load: Load, *args: Forwarded, **kwargs: Forwarded
     ) -> Checkpoint:
-        """Reads the state that all groups share. All ranks must call it."""
+        """Reads the state that all groups share. All ranks must call this method."""
         return dict(load(path, *args, **kwargs))
 
 
 def reader_of(load_file: Load, **how: Forwarded) -> Read:
-    """Returns a function that reads an object in the way that a CheckpointIO reads a file, given
-    its method and arguments.
+    """Returns a function that reads an object in the same way as a CheckpointIO reads a file.
 
-    Torch reads plain objects. A project's CheckpointIO may also trust other objects.
+    Plain objects are read with torch. The CheckpointIO of a project may also accept other objects.
     """
     # Before 2.6, Lightning has no such argument and reads any object.
     weights_only = how.get("weights_only", False)
@@ -241,28 +231,26 @@ def reader_of(load_file: Load, **how: Forwarded) -> Read:
 
 
 def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
-    """Refuses arguments that neither DistributedDataParallel nor Lightning's strategy around it
-    has.
-    """
+    """Refuses arguments that DistributedDataParallel and Lightning's strategy do not accept."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
-            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a"
-            " dictionary of DistributedDataParallel arguments. Write"
-            " ddp_kwargs={'find_unused_parameters': True}, for example."
+            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}, but it must be a"
+            " dictionary of DistributedDataParallel arguments. For example, pass"
+            " ddp_kwargs={'find_unused_parameters': True}."
         )
     accepted = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning}
     accepted -= _NOT_FOR_DDP
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy itself sets:"
-                " DistributedDataParallel runs among the ranks of a worker group. Remove it;"
-                " choose the groups with worker_groups, and everything else with the strategy's"
-                " own arguments."
+                f"ddp_kwargs contains {name!r}, which the strategy sets so that"
+                " DistributedDataParallel runs among the ranks of a worker group. Remove this"
+                " argument. Set worker_groups to choose the groups, and use the strategy's other"
+                " arguments for everything else."
             )
         if name not in accepted:
             near = get_close_matches(str(name), accepted)
-            advice = f"It has {', '.join(sorted(accepted))}."
+            advice = f"The accepted arguments are {', '.join(sorted(accepted))}."
             if near:
                 advice = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ValueError(
@@ -272,14 +260,14 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 
 
 class ShardedModel(WholeModel):
-    """Every rank of a group has part of the model, as defined in ``configure_model``."""
+    """Stores a part of the model on every rank, as defined in ``configure_model``."""
 
-    summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
+    summary = """Trains a model too large for one device on several worker groups with slow links.
 
-    Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism, or both,
-    as defined in ``configure_model``. As in `StreamingDiLoCoStrategy`, the groups average fragments
-    one at a time, at a few bits per value, while training continues (arXiv 2501.18512). Each rank
-    exchanges its own part.
+    Each worker group trains a sharded copy of the model with FSDP2, tensor parallelism, or both, as
+    defined in ``configure_model``. As in `StreamingDiLoCoStrategy`, the groups average one fragment
+    at a time, with a few bits per value, while training continues (arXiv 2501.18512). Each rank
+    exchanges its part of the model.
 
     Examples:
         >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)
@@ -303,27 +291,26 @@ class ShardedModel(WholeModel):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> State:
-        """Checks the arguments that only this format has, and returns the arguments of Lightning's
-        strategy.
+        """Checks the arguments of this format and returns those of Lightning's strategy.
 
         Args:
-            data_parallel_size: The size of the mesh's ``"data_parallel"`` dimension. ``"auto"``:
-                the number of nodes in a group, or the ranks that ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: The size of the mesh's ``"tensor_parallel"`` dimension.
-                ``"auto"``: the number of a group's devices on one node, or the ranks that
-                ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder into which the ranks of a
-                group write their parts, rather than a single file.
-            process_group_backend: Backend of the process groups that Lightning and a worker group
-                use, such as ``"gloo"``. None: the device's default.
+            data_parallel_size: The size of the mesh's ``"data_parallel"`` dimension. ``"auto"`` is
+                the number of nodes in a group, or the group size divided by
+                ``tensor_parallel_size``.
+            tensor_parallel_size: The size of the mesh's ``"tensor_parallel"`` dimension. ``"auto"``
+                is the number of devices of a group on one node, or the group size divided by
+                ``data_parallel_size``.
+            save_distributed_checkpoint: Whether a checkpoint is a folder, in which each rank of a
+                group writes a part, rather than a single file.
+            process_group_backend: The backend of the process groups that Lightning and a worker
+                group use, such as ``"gloo"``. If None, the default backend of the device is used.
         """
         arguments = dict(locals())
         for name in ("data_parallel_size", "tensor_parallel_size"):
             size = arguments[name]
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
-                    f"{name}={size!r} is out of range: it must be a whole number of at least 1, or"
-                    " 'auto'. Choose one of them."
+                    f"{name}={size!r} is out of range. Choose an integer of at least 1, or 'auto'."
                 )
         require_backend(process_group_backend)
         return arguments
@@ -351,8 +338,8 @@ class ShardedModel(WholeModel):
             raise ValueError(
                 f"data_parallel_size={self._data_parallel!r} and"
                 f" tensor_parallel_size={self._tensor_parallel!r} do not match a worker group of"
-                f" {size} ranks: their product must be {size}. Change one of them, or"
-                " worker_groups."
+                f" {size} ranks, because their product must be {size}. Change one of these sizes,"
+                " or worker_groups."
             )
         self.mesh = {"data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
         return layout
@@ -408,14 +395,17 @@ class ShardedModel(WholeModel):
 
 
 def read_folder(model: nn.Module, path: Path, strict: bool) -> None:
-    """Reads this rank's parts from a sharded folder. All ranks must call it."""
+    """Reads this rank's parts of the model from a sharded folder.
+
+    All ranks must call this function.
+    """
     loaded = {"state_dict": get_model_state_dict(model)}
     load_folder(loaded, checkpoint_id=path)
     set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
 
 
 def take_parts(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool) -> None:
-    """Copies this rank's parts from whole tensors."""
+    """Copies this rank's parts of the model from full tensors."""
     parts: State = get_model_state_dict(model)
     if strict and parts.keys() != tensors.keys():
         missing = sorted(parts.keys() - tensors.keys())
@@ -431,7 +421,7 @@ def take_parts(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool) ->
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model with a parameter that is not sharded over a group's data-parallel ranks."""
+    """Refuses a model with parameters that are not sharded over the data-parallel ranks."""
     reshard(module)
     data_parallel, tensor_parallel = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
@@ -445,9 +435,9 @@ def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, in
     if data_parallel > 1 and alone:
         raise ValueError(
             f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the"
-            f" mesh's data_parallel dimension of {data_parallel} ranks: their gradients would not"
+            f" mesh's data_parallel dimension of {data_parallel} ranks. Their gradients would not"
             " be averaged, and the ranks of a group would train different models. In"
-            " configure_model call fully_shard on the module that holds them, with"
+            " configure_model, call fully_shard on the module that contains these parameters, with"
             " mesh=self.device_mesh['data_parallel']."
         )
 
@@ -460,7 +450,10 @@ def is_folder(path: Path) -> bool:
 
 
 def write_folder(checkpoint: State, path: Path, group: Communicator) -> None:
-    """Writes a sharded folder; see [Note: sharded folders]. All ranks of one group must call it."""
+    """Writes a sharded folder; see [Note: sharded folders].
+
+    All ranks of the first group must call this function.
+    """
     metadata = dict(checkpoint)
     tensors = {"state_dict": metadata.pop("state_dict")}
     for index, state in enumerate(metadata.pop("optimizer_states", [])):
@@ -505,15 +498,13 @@ _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to
 
 
 def is_plain(ddp_kwargs: Mapping[str, object], module: nn.Module) -> bool:
-    """Returns whether DistributedDataParallel would only average the gradients of a module."""
+    """Returns whether DistributedDataParallel would only average gradients."""
     does_more = any(ddp_kwargs.get(name) is not None for name in _MORE)
     return not does_more and any(parameter.requires_grad for parameter in module.parameters())
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Has the attributes that Lightning and users expect of a wrapped model, and forwards every
-    call.
-    """
+    """A wrapper for a single rank that forwards calls and provides the usual DDP attributes."""
 
     def __init__(self, module: nn.Module, **arguments: Forwarded) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -543,7 +534,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Replaces the reducer for code that announces its own backward pass to it."""
+    """A substitute for the reducer, for code that announces a backward pass to the reducer."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -563,8 +554,9 @@ def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
-    """Makes DistributedDataParallel rebuild its buckets now, so that a resumed fit adds gradients
-    in the same order.
+    """Makes DistributedDataParallel rebuild its buckets immediately.
+
+    A resumed fit then adds gradients in the same order as an uninterrupted fit.
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -606,7 +598,7 @@ _LEAST_BYTES = 1 << 26
 def release_gradients(
     trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
 ) -> None:
-    """Frees the previous batch's gradients if they are large and no user hook may inspect them."""
+    """Frees the gradients of the previous batch if they are large and no user hook needs them."""
     module = trainer.lightning_module
     begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:

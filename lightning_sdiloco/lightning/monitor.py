@@ -1,8 +1,7 @@
-"""Shows the activity of a run: logged scalars, the progress bar, a record for every rank, and log
-lines at the start.
+"""Reports the activity of a run with logged scalars, the progress bar, records, and log lines.
 
-Nothing here changes training, waits for another rank, or sends anything between groups.
-``tools/run_files.py`` reads the records.
+The functions in this module never change training, wait for another rank, or send data between
+groups. The records are read by ``tools/run_files.py``.
 """
 
 import json
@@ -84,11 +83,11 @@ SUMMED = tuple(
         "groups_wrong_buffers",
     )
 )
-"""Scalars that a logger row sums over the landings since the last row."""
+"""The scalars that are summed over all landings since the last row of a logger."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns the logged values of a landing. Unknown numbers are left out."""
+    """Returns the logged values of a landing without unknown numbers."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -123,20 +122,22 @@ def scalars_of(landing: Landing) -> dict[str, float]:
 
 
 def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns the scalars for the loggers: all known numbers."""
+    """Returns the known numbers as scalars for the loggers."""
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to the loggers' next row, by summing values that add up and keeping the last
-    value of all others.
+    """Adds a landing to the loggers' next row.
+
+    Additive values are summed. For all other values, the last value is kept.
     """
     row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 
 
 class Interval:
-    """Sums up the values that are logged once per round, over ``sync_every`` inner steps or a few
-    more, until a landing ends the round.
+    """Accumulates the values that are logged once per round.
+
+    A round ends with the first landing after ``sync_every`` inner steps.
     """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
@@ -147,9 +148,7 @@ class Interval:
         self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Counts a landing, and returns the round's scalars if the landing ends the round;
-        otherwise, none.
-        """
+        """Adds a landing. Returns the scalars of the round if the landing ends the round."""
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -166,7 +165,7 @@ class Interval:
 
 
 def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, str]:
-    """Returns the progress bar's entries: as many as fit on its line, and at least the first."""
+    """Returns at least one entry for the progress bar, and more if they fit on the line."""
     flights = [str(fragment) for fragment in engine.rounds.in_flight]
     if len(flights) > 3:
         flights = [*flights[:2], f"+{len(flights) - 2}"]
@@ -198,7 +197,7 @@ def _width(entries: Mapping[str, str]) -> int:
 
 
 def lay_out(trainer: Trainer) -> None:
-    """Adds a page of charts to TensorBoard loggers, each with related scalars."""
+    """Adds a page of charts to TensorBoard loggers, where each chart shows related scalars."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
     }
@@ -212,11 +211,11 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Times of ``time.perf_counter()``, as stored in a field of the record."""
+"""Values of ``time.perf_counter()`` in a field of a record."""
 
 
 class Deferred:
-    """Scalars on their way from the device to the host, in the order in which they were taken."""
+    """A queue of scalars that are being copied from the device to the host."""
 
     def __init__(self) -> None:
         # Each scalar with its inner step and the event that ends its copy.
@@ -246,20 +245,21 @@ class Deferred:
 
 
 class StreamingDiLoCoMonitorMixin:
-    """Records the activity of a run, for `sdiloco report` and for trace viewers.
+    """Records the activity of a run for `sdiloco report` and for trace viewers.
 
-    Every rank writes its own record, a file of JSON lines: inner steps, launches, flights,
-    landings, waits and losses. Nothing is sent to other groups, and training never waits for it.
-    With an MLflow or W&B logger, the report becomes an artifact of the run when the fit ends.
+    Every rank writes a separate record of inner steps, launches, flights, landings, waits and
+    losses as a JSON Lines file. No data is sent to other groups, and training never waits for the
+    monitor. With an MLflow or W&B logger, the report is uploaded as an artifact of the run when the
+    fit ends.
 
     Args:
-        folder: The folder for the records. The default is ``sdiloco`` in the run's folder of the
-            trainer's first logger, or in its ``default_root_dir``.
-        timeline: A file for a trace of all ranks on one time axis, in the JSON format that Chrome
-            and Perfetto read. Rank 0 writes it at the end of the fit from the records in the
-            folder.
-        diagnostics: Whether every landing measures how closely the groups agree. This costs a few
-            passes over the fragment, in the background.
+        folder: The folder for the records. The default is the subfolder ``sdiloco`` of the folder
+            in which the trainer's first logger stores the run, or of ``default_root_dir``.
+        timeline: A file for a trace of all ranks on a common time axis, in the JSON format that
+            Chrome and Perfetto read. At the end of the fit, rank 0 creates the trace from the
+            records in the folder.
+        diagnostics: Whether to measure at every landing how closely the groups agree. The
+            measurement takes a few passes over the fragment in the background.
 
     Raises:
         ValueError: If an argument is of the wrong type, or the strategy is not Streaming DiLoCo.
@@ -284,12 +284,12 @@ class StreamingDiLoCoMonitorMixin:
         ):
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise ValueError(
-                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one, such"
-                    f" as {name}={example!r}, or leave it out."
+                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Pass a path,"
+                    f" such as {name}={example!r}, or omit the argument."
                 )
         if not isinstance(diagnostics, bool):
             raise ValueError(
-                f"diagnostics={diagnostics!r} is neither True nor False. Set it to one of them."
+                f"diagnostics={diagnostics!r} is not a Boolean. Set diagnostics to True or False."
             )
         self.diagnostics = diagnostics
         self._folder = folder
@@ -312,8 +312,8 @@ class StreamingDiLoCoMonitorMixin:
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
-                "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
-                f" {type(trainer.strategy).__name__}. Remove the monitor, or choose"
+                "StreamingDiLoCoMonitor requires a Streaming DiLoCo strategy, but the strategy is"
+                f" {type(trainer.strategy).__name__}. Remove the monitor, or set"
                 " strategy='streaming_diloco'."
             )
 
@@ -381,14 +381,14 @@ class StreamingDiLoCoMonitorMixin:
         self._close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merges the records into the timeline on rank 0, now that all ranks have closed theirs."""
+        """Merges all records into the timeline on rank 0 after the ranks have closed them."""
         if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
             ranks = self._tool("run_files").merge(self._folder, self._timeline)
             if ranks < trainer.world_size:
                 _log.warning(
-                    "%s has the records of %d of %d ranks: the other ranks wrote to their own"
-                    " disks. Copy their records there, and `sdiloco report` will show the timeline"
-                    " of all ranks.",
+                    "%s contains the records of %d of %d ranks. The other ranks wrote to their own"
+                    " disks. To see the timeline of all ranks in `sdiloco report`, copy their"
+                    " records to this folder.",
                     self._folder,
                     ranks,
                     trainer.world_size,
@@ -398,8 +398,9 @@ class StreamingDiLoCoMonitorMixin:
                 self._attach(logger)
 
     def _attach(self, logger: Internal) -> None:
-        """Makes the report an artifact of an MLflow or W&B run. Training is over, so no failure
-        here may end the fit.
+        """Uploads the report as an artifact of an MLflow or W&B run.
+
+        Errors are only logged, because training has already finished.
         """
         kinds = {base.__name__ for base in type(logger).__mro__} & {"MLFlowLogger", "WandbLogger"}
         if not kinds or self._folder is None:
@@ -415,7 +416,8 @@ class StreamingDiLoCoMonitorMixin:
                 )
         except Exception as error:
             _log.warning(
-                "The report is not an artifact of the run of %s: %s `sdiloco report %s` makes it.",
+                "The report was not uploaded as an artifact to %s: %s To create the report, run"
+                " `sdiloco report %s`.",
                 type(logger).__name__,
                 error,
                 self._folder,
@@ -432,8 +434,8 @@ class StreamingDiLoCoMonitorMixin:
         """Records landings.
 
         Args:
-            landings: The landings of this rank, passed by a fit.
-            final: Whether they belong to the exchange at the end of the fit.
+            landings: The landings of this rank.
+            final: Whether the landings belong to the exchange at the end of the fit.
         """
         if self._file is None:
             return
@@ -487,7 +489,7 @@ class StreamingDiLoCoMonitorMixin:
             self._write("loss", step=step, loss=loss)
 
     def _write(self, kind: str, **fields: Forwarded) -> None:
-        """Writes a line. A full disk ends the record, but not the training."""
+        """Writes a line. If the disk is full, recording stops, but training continues."""
         if self._file is None:
             return
         for name in ("time", "done", "span", "spans"):
@@ -501,16 +503,14 @@ class StreamingDiLoCoMonitorMixin:
             path = self._file.name
             self._close()
             _log.warning(
-                "%s cannot be written: %s. Training continues, but this rank records nothing more"
-                " until it is restarted. Free up disk space.",
+                "%s cannot be written: %s. Training continues, but this rank stops recording until"
+                " the next start. Free up disk space.",
                 path,
                 error,
             )
 
     def _on_clock(self, moments: "Moments") -> object:
-        """Converts times of ``time.perf_counter()`` to seconds since 1970 on this rank's clock,
-        rounded to a microsecond.
-        """
+        """Converts values of ``time.perf_counter()`` to seconds since 1970."""
         if isinstance(moments, Mapping):
             return {name: self._on_clock(moment) for name, moment in moments.items()}
         if isinstance(moments, float):
@@ -525,7 +525,7 @@ class StreamingDiLoCoMonitorMixin:
 
 
 def _recorded(settings: Settings) -> dict[str, object]:
-    """Returns the settings for a record."""
+    """Converts the settings to a form that can be recorded."""
     compression = settings.compression
     return {
         "sync_every": settings.sync_every,
@@ -537,14 +537,12 @@ def _recorded(settings: Settings) -> dict[str, object]:
 
 
 def _known(number: float) -> float | None:
-    """Returns a number in a form that JSON supports: None if it is unknown."""
+    """Converts NaN to None, because JSON does not support NaN."""
     return None if math.isnan(number) else number
 
 
 def _folder_of(trainer: Trainer) -> Path:
-    """Returns the folder for a run's files: the one of the first logger, or the one of the
-    checkpoints if the logger has no folder for each run.
-    """
+    """Returns the first logger's folder for the run, or the folder of its checkpoints."""
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     first = next(iter(trainer.loggers), None)
     if first is None or getattr(first, "log_dir", None) is not None:
@@ -555,7 +553,7 @@ def _folder_of(trainer: Trainer) -> Path:
 
 
 def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
-    """Returns the monitors among the callbacks of a trainer, of either distribution."""
+    """Returns the monitors among the callbacks of a trainer."""
     return [
         callback
         for callback in trainer.callbacks
@@ -576,7 +574,7 @@ _SAVING_SECONDS = 60
 
 
 class Announcement:
-    """Logs the settings at the start and the speed after ten inner steps."""
+    """Logs the settings at the start of a run and the speed after ten inner steps."""
 
     def __init__(
         self, engine: StreamingDiLoCo, environment: Internal = None, why_rounds: str = ""
@@ -588,7 +586,7 @@ class Announcement:
         rank_zero_info(_start_line(engine, self._launch_bytes, why_rounds))
 
     def step(self) -> None:
-        """Records the end of an inner step. After the first ten it does nothing."""
+        """Records the end of each of the first ten inner steps."""
         if len(self._times) >= _LAST:
             return
         self._times.append(time.monotonic())
@@ -599,8 +597,7 @@ class Announcement:
             self._advise_on_signals(seconds)
 
     def _link_needed(self, seconds: float) -> str:
-        """Returns the rate that the link must carry, as the end of a sentence, or nothing for one
-        group.
+        """Formats the required link rate as the end of a sentence.
 
         Args:
             seconds: The duration of an inner step.
@@ -610,17 +607,17 @@ class Announcement:
         if self._engine.topology.num_groups == 1:
             return ""
         if not window:
-            return "; with overlap_steps=0 training waits for every fragment"
+            return "; with overlap_steps=0, training waits for every fragment"
         # If fragments launch faster than they land, the link must carry all fragments of a round.
         rate_in_round = sum(self._launch_bytes) / (settings.sync_every * seconds)
         rate = max(max(self._launch_bytes) / window, rate_in_round)
         return (
-            f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment,"
-            f" so it has to carry {readable_rate(8 * rate / 1e9)} from each rank"
+            f"; overlap_steps={settings.overlap_steps} leaves {short(window)} s for each fragment,"
+            f" so the link must carry {readable_rate(8 * rate / 1e9)} from each rank"
         )
 
     def _advise_on_signals(self, seconds: float) -> None:
-        """Warns if a signal would end the fit so late that a scheduler may kill it first."""
+        """Warns if a scheduler might kill the fit before the fit ends in response to a signal."""
         steps = self._engine.rounds.timetable.longest_wait(self._engine.inner_steps)
         if self._environment is None or steps * seconds <= _LONG_SECONDS:
             return
@@ -633,9 +630,9 @@ class Announcement:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             advice = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "After a termination signal the fit continues until a launch after the signal has"
-            " landed: up to %d inner steps, about %.0f s (%.2g s each). %s, which leaves a minute"
-            " for saving. More fragments or a smaller sync_every shorten this.",
+            "After a termination signal, the fit continues until the next launch has landed, which"
+            " takes up to %d inner steps or about %.0f s (%.2g s each). %s, which leaves a minute"
+            " for saving. To shorten this time, use more fragments or a smaller sync_every.",
             steps,
             steps * seconds,
             seconds,
@@ -644,7 +641,7 @@ class Announcement:
 
 
 def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
-    """Returns the bytes that this rank sends to other groups per fragment, without buffers."""
+    """Returns the number of bytes that this rank sends for each fragment, without buffers."""
     topology = engine.topology
     settings = engine.rounds.settings
     all_reduce = all_reduce_for(
@@ -664,7 +661,7 @@ def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
 
 
 def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: str) -> str:
-    """Returns the log line about the settings and about the bytes that each rank will send."""
+    """Formats the log line about the settings and the number of bytes that each rank will send."""
     topology = engine.topology
     settings = engine.rounds.settings
     reason = f" ({why_rounds})" if why_rounds else ""
@@ -680,7 +677,7 @@ def _start_line(engine: StreamingDiLoCo, launch_bytes: list[int], why_rounds: st
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
         f" {_counted(topology.group_size, 'rank')}, {_counted(len(engine.fragments), 'fragment')},"
         f" sync_every={settings.sync_every}{reason}, overlap_steps={settings.overlap_steps},"
-        f" {_outer_settings(engine)}; each rank sends {sent} a fragment; the first launch follows"
+        f" {_outer_settings(engine)}. Each rank sends {sent} per fragment. The first launch follows"
         f" inner step {timetable.began_at + first_launch}."
     )
 
@@ -690,7 +687,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
-    """Returns the outer step's settings as a user would write them."""
+    """Formats the settings of the outer step as a user would write them."""
     outer = engine.rounds.settings.outer
     parts = []
     for name, setting in engine.rounds.settings.numbers_and_policies.items():
@@ -704,11 +701,11 @@ def _outer_settings(engine: StreamingDiLoCo) -> str:
 
 
 def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
-    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and recommends a ``sync_every``."""
+    """Warns if a run has fewer than `ENOUGH_ROUNDS` rounds and recommends a ``sync_every``."""
     rounds = schedule.rounds_in(steps)
     if rounds >= ENOUGH_ROUNDS:
         return
-    advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
+    advice = f"To get {ENOUGH_ROUNDS} rounds, train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
         # A fragment that is in flight for most of a round lands too late to be useful.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
@@ -717,11 +714,12 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
             advice = f"Choose sync_every={sync_every}"
             if overlap_steps != schedule.overlap_steps:
                 advice += f" and overlap_steps={overlap_steps}"
-            advice += f" for {ENOUGH_ROUNDS} rounds"
+            advice += f" to get {ENOUGH_ROUNDS} rounds"
             break
     _log.warning(
-        "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups"
-        " learn little from each other, and the final loss is a few percent above DDP's. %s.",
+        "With sync_every=%d, only %d %s into the %d inner steps of this fit. The worker groups"
+        " benefit little from each other, and the final loss will be a few percent higher than with"
+        " DDP. %s.",
         schedule.sync_every,
         rounds,
         "round fits" if rounds == 1 else "rounds fit",

@@ -1,14 +1,14 @@
-"""The user's choices for a strategy, and the planner's choices for ``"auto"`` settings.
+"""Holds the user's settings for a strategy and chooses values for ``"auto"`` settings.
 
-[Note: choice of settings] The first inner steps are ordinary ones: no launch is due before
-`sync_every` of them are done. In the first few steps, the engine runs with placeholders for the
-settings to be chosen. Then all ranks share how long a step took, measure the link together, and
-adopt rank 0's choice. The engine continues as if it had had these settings from the start, so the
-run is bit-identical to one that did. Every later checkpoint contains them, and a resumed fit takes
-them from there. A dense beginning is chosen in the same way, before its own first launch would be
-due: its rounds are as short as the link allows without making training wait. The same applies to a
-`sync_every` that was left out: it follows the length of the fit, and grows if the link cannot hide
-the transfers.
+[Note: choice of settings] The first inner steps are ordinary steps, because no launch is due before
+inner step `sync_every`. During these steps, the engine uses placeholder values for the settings
+that are still open. Then all ranks exchange their step times, measure the link together, and adopt
+rank 0's choice. The engine continues as if it had used the chosen settings from the start, so the
+run is bit-identical to a run that is started with them. Every later checkpoint contains the chosen
+settings, and a resumed fit restores them. A dense beginning is chosen in the same way, before its
+first launch is due. Dense rounds are made as short as possible without making training wait for the
+link. If the user omits `sync_every`, its value depends on the length of the fit. The value is
+increased if training would otherwise wait for the link.
 """
 
 import logging
@@ -112,8 +112,9 @@ def _is_auto(setting: object) -> bool:
 
 @dataclass
 class Options:
-    """The choices that all strategies have, with their current values. The planner or a checkpoint
-    may replace ``"auto"`` settings.
+    """The settings that all strategies have in common, with their current values.
+
+    The planner or a checkpoint may replace ``"auto"`` settings.
     """
 
     settings: Settings
@@ -122,29 +123,27 @@ class Options:
     resume: str
     federation: Federation | None = None
     auto: tuple[str, ...] = ()
-    """The settings left to the planner, until it has chosen them."""
+    """The settings that the planner has yet to choose."""
     chooses_dense: bool = False
-    """Whether ``dense_beginning`` is left open until the link is measured."""
+    """Whether ``dense_beginning`` stays open until the link is measured."""
     follows_length: bool = False
-    """Whether ``sync_every`` was left out, so that it follows the length of the fit; false if a
-    checkpoint sets it.
-    """
+    """Whether ``sync_every`` was omitted and depends on the length of the fit."""
     chooses_rounds: bool = False
-    """Whether that ``sync_every`` is left open until the link is measured."""
+    """Whether ``sync_every`` stays open until the link is measured."""
     why_rounds: str = ""
-    """The reason for the value of ``sync_every``, if it was left out."""
+    """The reason for the chosen ``sync_every``, if the user omitted it."""
     overlap_gives_way: bool = False
-    """Whether ``overlap_steps`` was left out, so that it follows ``sync_every``."""
+    """Whether ``overlap_steps`` was omitted and depends on ``sync_every``."""
     steps: float = math.inf
-    """The number of inner steps in a fit; infinite if unknown."""
+    """The number of inner steps in the fit, or infinity if unknown."""
     measured: Measured | None = None
-    """The planner's measurements; None until then, and if it measured nothing."""
+    """The planner's measurements, or None if nothing has been measured."""
     # When inner steps ended, excluding the seconds spent waiting for other groups.
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
     def from_arguments(arguments: State) -> "Options":
-        """Checks a strategy's arguments; the strategy may also have others."""
+        """Creates the options from a strategy's arguments and ignores unrelated arguments."""
         chosen = {setting.name: arguments[setting.name] for setting in fields(Settings)}
         chooses_dense = _is_auto(chosen["dense_beginning"])
         if chooses_dense:
@@ -185,106 +184,98 @@ class Options:
             self.worker_groups = 1
 
     def _check_auto(self, first: str) -> None:
-        """Refuses settings that keep the planner from choosing the open ones, the first of which is
-        given.
-        """
+        """Refuses settings that prevent the planner from choosing the open settings."""
         settings = self.settings
         auto_text = f"{first}='auto'"
         if first == "exchange":
             auto_text = f"exchange={TwoShot()!r}"
         if settings.sync_every <= STEPS:
             raise ValueError(
-                f"sync_every={settings.sync_every} leaves no time for {auto_text}: the first"
+                f"sync_every={settings.sync_every} is too small for {auto_text}, because the first"
                 f" {STEPS} inner steps are measured before the first launch. Choose {first}"
-                " yourself, or a larger sync_every."
+                " yourself, or increase sync_every."
             )
         if first != "exchange" and settings.schedule is not None:
             raise ValueError(
-                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner"
-                f" plans launches every sync_every inner steps. Choose {first} yourself, or leave"
-                " out schedule."
+                f"schedule={settings.schedule!r} does not work with {first}='auto', because the"
+                f" planner assumes a launch every sync_every inner steps. Choose {first} yourself,"
+                " or omit schedule."
             )
         if not settings.shares:
             raise ValueError(
-                f"route={settings.route!r} does not work with {first}='auto': the planner plans"
-                f" rounds in which all groups exchange with all others. Choose {first} yourself, or"
-                " leave out route."
+                f"route={settings.route!r} does not work with {first}='auto', because the planner"
+                f" assumes that all groups exchange with each other in every round. Choose {first}"
+                " yourself, or omit route."
             )
         if first != "exchange" and settings.dense_beginning is not None:
             raise ValueError(
-                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto':"
-                f" its first launches come before the first {STEPS} inner steps are measured."
-                f" Choose {first} yourself, or leave out dense_beginning."
+                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto',"
+                f" because its first launches are due before the first {STEPS} inner steps have"
+                f" been measured. Choose {first} yourself, or omit dense_beginning."
             )
         if "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY):
             raise ValueError(
-                f"overlap_steps={settings.overlap_steps} leaves no choice for sync_every='auto',"
-                f" which chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or a"
-                " smaller overlap_steps."
+                f"overlap_steps={settings.overlap_steps} is too large for sync_every='auto', which"
+                f" chooses at most {max(SYNC_EVERY)}. Choose sync_every yourself, or reduce"
+                " overlap_steps."
             )
 
     def _check_choices(self) -> None:
-        """Refuses unknown names for validation and resumption, and a value that is not a
-        Federation.
-        """
+        """Refuses invalid values of ``evaluate``, ``resume`` and ``federation``."""
         if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
-                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer'"
-                " model (the default), the 'mean' of the worker groups, or each group's 'local'"
-                " model. Choose one of them."
+                f"evaluate={self.evaluate!r} is unknown. Choose 'outer' (the default) to validate"
+                " the outer model during a fit, 'mean' to validate the mean of the worker groups,"
+                " or 'local' to validate each group's own model."
             )
         if self.resume not in ("exact", "restart", "exact:newest", "restart:newest"):
             raise ValueError(
-                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint"
-                " with different settings, or 'restart', which restarts rounds from its outer"
-                " parameters; with the suffix ':newest' only the newest checkpoint keeps the"
-                " folder that a fit resumes from. Choose one of them."
+                f"resume={self.resume!r} is unknown. Choose 'exact' to refuse a checkpoint with"
+                " different settings, or 'restart' to restart the rounds from the checkpoint's"
+                " outer parameters. Add the suffix ':newest' if only the newest checkpoint should"
+                " keep the folder that a fit resumes from."
             )
         if self.federation is not None and not isinstance(self.federation, Federation):
             raise ValueError(
-                f"federation={self.federation!r} is not a Federation. Give one:"
-                " lightning_sdiloco.Federation(hub=..., run=..., site=..., keys=...), or leave it"
-                " out."
+                f"federation={self.federation!r} is not a Federation. Pass"
+                " lightning_sdiloco.Federation(hub=..., run=..., site=..., keys=...), or omit the"
+                " argument."
             )
 
     def _check_federation(self) -> None:
         """Refuses options that do not work in a federation."""
         if self.worker_groups not in (1, "auto"):
             raise ValueError(
-                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of"
-                " a site are one worker group. Leave it out, and start every other group as its"
-                " own site."
+                f"worker_groups={self.worker_groups} does not work with a federation, because the"
+                " ranks of each site form one worker group. Omit worker_groups, and start each"
+                " group as a separate site."
             )
         if self.auto:
             first = self.auto[0]
             raise ValueError(
-                f"{first}='auto' does not work with a federation: its sites are launched"
-                " separately, and all need the same settings. Give a number or a name (sdiloco"
-                " plan --hub-bandwidth recommends some), or the value that the run was founded"
-                " with (sdiloco doctor --hub shows it)."
+                f"{first}='auto' does not work with a federation, because its sites are launched"
+                " separately and all need the same settings. Run sdiloco plan --hub-bandwidth to"
+                " get a recommended value, or sdiloco doctor --hub to see the value of an existing"
+                " run."
             )
         if self.restarts:
             raise ValueError(
-                f"resume={self.resume!r} does not work with a federation: a site resumes from its"
-                " own checkpoint, or fetches a state. Leave it out."
+                f"resume={self.resume!r} does not work with a federation, because a site resumes"
+                " from its own checkpoint or fetches a state from the hub. Omit resume."
             )
         if self.evaluate == "mean":
             raise ValueError(
-                f"evaluate={self.evaluate!r} does not work with a federation: validation does not"
-                " wait for other sites. Choose 'outer' or 'local'."
+                f"evaluate={self.evaluate!r} does not work with a federation, because validation"
+                " does not wait for other sites. Choose 'outer' or 'local'."
             )
 
     @property
     def restarts(self) -> bool:
-        """Returns whether a resumed fit restarts the rounds regardless of its checkpoint's
-        settings.
-        """
+        """Returns whether a resumed fit restarts its rounds and ignores the saved settings."""
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
-        """Returns every choice as text. The texts are the same on all ranks if and only if the
-        choices are.
-        """
+        """Returns every setting as text, which allows ranks to compare their settings."""
         return {
             **self.settings.described(),
             **dict.fromkeys(self.open, repr(AUTO)),
@@ -295,12 +286,12 @@ class Options:
 
     @property
     def is_planned(self) -> bool:
-        """Returns whether the planner must still choose based on the duration of inner steps."""
+        """Returns whether the planner still needs the step time to choose settings."""
         return any(name != "exchange" for name in self.auto)
 
     @property
     def open(self) -> tuple[str, ...]:
-        """The settings still to be chosen after the first inner steps."""
+        """The settings that will be chosen after the first inner steps."""
         names = [*self.auto]
         if self.chooses_rounds:
             names.append("sync_every")
@@ -309,12 +300,11 @@ class Options:
         return tuple(names)
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
-        """Chooses ``sync_every``, the dense beginning, and the outer step for a fit of ``steps``
-        inner steps, unless a checkpoint sets them.
+        """Chooses the settings that depend on the length of the fit, unless a checkpoint sets them.
 
-        All ranks must call it. In a federation, none of the three depends on the length of a fit.
-        Rounds of four inner steps are used as a placeholder for the dense beginning until the link
-        is measured, unless the planner needs more inner steps for its own choice.
+        All ranks must call this method. In a federation, no setting depends on the length of a fit.
+        Until the link is measured, the dense beginning consists of placeholder rounds of four inner
+        steps, unless the planner needs more inner steps to make its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
@@ -345,7 +335,7 @@ class Options:
             self.chooses_rounds = method.bytes_per_step * lengths[0] > _LEAST_BYTES
 
     def _round_lengths(self, model: nn.Module) -> list[int]:
-        """Returns every ``sync_every`` that suits the fit, best first."""
+        """Returns all suitable values of ``sync_every``, best first."""
         dense = self.settings.dense_beginning
         least = 1
         if dense is not None and not self.chooses_dense:
@@ -358,17 +348,16 @@ class Options:
         return round_lengths(self.steps, short_round, overlap_steps, least)
 
     def _with_rounds(self, sync_every: int) -> Settings:
-        """Returns the settings with this ``sync_every``; a default overlap follows it."""
+        """Returns the settings with this ``sync_every`` and, by default, a matching overlap."""
         overlap_steps = self.settings.overlap_steps
         if self.overlap_gives_way:
             overlap_steps = overlap_in_round(sync_every)
         return replace(self.settings, sync_every=sync_every, overlap_steps=overlap_steps)
 
     def _choose_rounds(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest rounds that suit the fit and that the link hides, or the longest if
-        it hides none of them.
+        """Chooses the shortest rounds that hide their transfers, or the longest if none do.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         self.chooses_rounds = False
         best = self.settings.sync_every
@@ -383,12 +372,15 @@ class Options:
 
     def _announce_rounds(self, best: int, is_hidden: bool) -> None:
         """Logs why rounds are longer than the length of the fit requires."""
-        waits = "in shorter rounds training would wait for the link"
+        waits = "training would wait for the link in shorter rounds"
         if not is_hidden:
-            waits = "training waits for the link in these rounds, and more in shorter ones"
+            waits = (
+                "training waits for the link in these rounds and would wait longer in shorter"
+                " rounds"
+            )
         _log.warning(
-            "Chosen: sync_every=%d, although %d suits the %d inner steps of this fit better: %s,"
-            " because %s. Set sync_every=%d if you prefer to wait.",
+            "Chosen: sync_every=%d, although %d suits the %d inner steps of this fit better. The"
+            " reason is that %s, because %s. To accept the longer wait, set sync_every=%d.",
             self.settings.sync_every,
             best,
             self.steps,
@@ -398,7 +390,7 @@ class Options:
         )
 
     def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
-        """Chooses the outer step's open settings, unless they depend on a later choice."""
+        """Chooses the open settings of the outer step, unless they depend on a later choice."""
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
         rounds = self._rounds()
@@ -407,9 +399,7 @@ class Options:
             self.settings = self.settings.chosen_for(topology.num_groups, rounds)
 
     def _rounds(self) -> float:
-        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite if its length
-        is unknown.
-        """
+        """Returns the number of rounds in the fit, or infinity if its length is unknown."""
         if self.steps == math.inf:
             return math.inf
         dense = self.settings.dense_beginning
@@ -417,9 +407,9 @@ class Options:
         return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
-        """Chooses the shortest dense rounds that the link hides, or none if it hides none.
+        """Chooses the shortest dense rounds that hide their transfers, or None if none do.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         self.chooses_dense = False
         self.settings = replace(self.settings, dense_beginning=None)
@@ -445,10 +435,10 @@ class Options:
         topology: Topology,
         step_time: float,
     ) -> int | None:
-        """Returns the index of the first settings whose flights the link hides, which is the same
-        on all ranks; None if there are none.
+        """Returns the index of the first settings that hide their transfers, or None if none do.
 
-        All ranks must call it. It measures the link if that has not yet been done.
+        All ranks must call this method, and all ranks get the same result. The link is measured
+        first if it has not been measured yet.
         """
         # If flights do not run in the background, as in a simulation, the clock says nothing about
         # a link.
@@ -468,9 +458,7 @@ class Options:
         return topology.world.all_gather_object(first)[0]
 
     def _dense_candidates(self, num_groups: int) -> list[DenseBeginning]:
-        """Returns dense beginnings whose first launch is not due before this inner step, shortest
-        rounds first.
-        """
+        """Returns the dense beginnings whose first launch is not overdue, shortest rounds first."""
         candidates = []
         for sync_every in _DENSE_EVERY:
             dense = dense_for(num_groups, self.steps, self.settings, sync_every)
@@ -481,21 +469,21 @@ class Options:
     def _announce_dense(
         self, dense: DenseBeginning | None, num_groups: int, dense_bytes: float
     ) -> None:
-        """Logs the choice of a dense beginning, with its reason and the bytes that it sends."""
+        """Logs the chosen dense beginning, the reason for it, and the number of bytes sent."""
         reason = f"{self.measured}" if self.measured else "the groups are simulated in one process"
         if dense is None:
             _log.warning(
-                "Chosen: dense_beginning=None, because training would wait for the link in all"
-                " dense rounds that sync_every=%d and the length of this fit allow: %s.",
+                "Chosen: dense_beginning=None, because training would wait for the link in every"
+                " dense round that sync_every=%d and the length of this fit allow: %s.",
                 self.settings.sync_every,
                 reason,
             )
             return
         _log.warning(
-            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f"
-            " %% of them, the %d groups exchange every %d inner steps, and each sends %s. These"
-            " are the shortest rounds for which training does not wait: %s. Set"
-            " dense_beginning=None to turn this off.",
+            "Chosen: dense_beginning=%r. In the first %d of the %d inner steps of this fit (%.0f"
+            " %%), the %d groups exchange every %d inner steps, and each group sends %s. These are"
+            " the shortest rounds for which training does not wait: %s. Set dense_beginning=None to"
+            " turn this off.",
             dense,
             dense.steps,
             self.steps,
@@ -509,7 +497,7 @@ class Options:
     # The choice of the planner
 
     def _restore_rounds(self, saved: Fields) -> None:
-        """Takes the rounds from a checkpoint, if they had been chosen when it was saved."""
+        """Restores the rounds from a checkpoint if they were chosen before it was saved."""
         names = ["sync_every"]
         if self.overlap_gives_way:
             names.append("overlap_steps")
@@ -521,9 +509,7 @@ class Options:
             self.why_rounds = "from the checkpoint"
 
     def restore(self, saved: Fields) -> None:
-        """Takes the settings that apply from a checkpoint, and the planner's choice if it contains
-        one.
-        """
+        """Restores the applicable settings and any choice of the planner from a checkpoint."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.follows_length:
@@ -544,7 +530,7 @@ class Options:
             self._restore_choice(saved)
 
     def _restore_choice(self, saved: Fields) -> None:
-        """Takes the planner's choice from a checkpoint saved after it was made."""
+        """Restores the planner's choice from a checkpoint that was saved after the choice."""
         chosen: State = {}
         for name in self.auto:
             chosen[name] = saved[name]
@@ -554,7 +540,7 @@ class Options:
             elif isinstance(saved[name], dict):
                 raise ValueError(
                     f"{name}='auto' was given, but the checkpoint has"
-                    f" {name}={as_text(saved[name])}, which cannot be read from its text. Give the"
+                    f" {name}={as_text(saved[name])}, which cannot be restored from text. Pass the"
                     f" same {name} as in that run."
                 )
         if self.overlap_gives_way and "sync_every" in chosen:
@@ -566,20 +552,19 @@ class Options:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int, waited: float) -> bool:
-        """Counts an inner step, and returns whether it is time to choose; all ranks return the same
-        value.
+        """Counts an inner step and returns whether it is time to choose the open settings.
 
         Args:
             launch_in: The number of inner steps until the next launch is due.
-            waited: The seconds that training has waited for other groups so far, which do not count
-                as part of a step.
+            waited: The seconds that training has spent waiting for other groups so far. Waiting
+                time does not count as part of a step.
         """
         if self.open:
             self._times.append(time.monotonic() - waited)
         return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        """Returns the duration of an inner step: the median, or the shortest of the first few."""
+        """Returns the median duration of an inner step, or the shortest if only a few are known."""
         if len(self._times) > STEPS:
             seconds = median(after - before for before, after in pairwise(self._times[FIRST:]))
         else:
@@ -588,9 +573,9 @@ class Options:
         return max(1e-6, seconds)
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts the planner's recommendation for the open settings.
+        """Measures the link and adopts the planner's recommendation for the open settings.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         settings = self.settings
         timeout = self.settings.timeout.total_seconds()
@@ -606,7 +591,8 @@ class Options:
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
                 _log.warning(
-                    "Chose exchange=%r from the measured links (in Gbit/s).", settings.exchange
+                    "Choosing exchange=%r based on the measured links (in Gbit/s).",
+                    settings.exchange,
                 )
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout, largest))
@@ -642,7 +628,7 @@ def choice(
     topology: Topology,
     measured: Measured | None,
 ) -> State:
-    """Returns the planner's recommendation for these settings on a measured link."""
+    """Returns the planner's recommendation for the named settings on a measured link."""
     if not names:
         return {}
     workload = Model.of_parameters(trainable(model))
@@ -664,9 +650,7 @@ def _groups_of(model: nn.Module, topology: Topology, step_time: float) -> Groups
 def candidates_among(
     names: tuple[str, ...], settings: Settings, model: Model
 ) -> Iterator[Settings]:
-    """Yields the given settings with each choice among the planner's candidates, in order, without
-    repeats.
-    """
+    """Yields the settings with each distinct choice from the planner's candidates, in order."""
     seen = set()
     for candidate in candidates(model):
         chosen = tuple(getattr(candidate, name) for name in names)
@@ -680,8 +664,9 @@ def candidates_among(
 
 
 def largest_message(model: nn.Module, topology: Topology) -> int:
-    """Returns the most bytes with which a rank should measure the link: those of its share of the
-    parameters in float32, which no exchange exceeds.
+    """Returns the size of the largest message for measuring the link, in bytes.
+
+    No exchange sends more than a rank's share of the parameters in float32.
     """
     values = Model.of_parameters(trainable(model)).numel
     share = FLOAT32 * values // topology.group_size
@@ -689,23 +674,21 @@ def largest_message(model: nn.Module, topology: Topology) -> int:
 
 
 def measure_link(topology: Topology, timeout: float, largest: int, to: int | None = None) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough.
+    """Measures the link between groups with increasingly large messages.
 
-    All ranks must call it.
+    All ranks must call this function.
 
     Args:
         topology: The worker groups.
-        timeout: The time limit of an exchange, in seconds.
+        timeout: The time limit for an exchange, in seconds.
         largest: The size of the largest message, in bytes.
-        to: The group whose own link is measured, while all other groups send to it at once. None:
-            all groups send to all others.
+        to: The group whose link is measured while all other groups send to it at once. If None, all
+            groups send to all others.
     """
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """Returns how long messages of that size take to all groups, or to one group while the
-        others get one byte.
-        """
+        """Sends messages of this size and returns the transfer time in seconds."""
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {
             size: torch.zeros(size, dtype=torch.uint8, device=exchange.device)
@@ -737,7 +720,7 @@ def measure_link(topology: Topology, timeout: float, largest: int, to: int | Non
 def announce_choice(
     settings: Settings, fragments: int, measured: Measured | None
 ) -> dict[str, float]:
-    """Logs the choice, and returns the values for a trainer's loggers."""
+    """Logs the chosen settings and returns their values for a trainer's loggers."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,
@@ -751,7 +734,7 @@ def announce_choice(
         }
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d),"
-        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
+        " compression=%r, because %s. A resumed fit restores these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,

@@ -1,8 +1,8 @@
-"""Trainers whose hosts are sites: each host is a separate world of processes with its own folders.
+"""Supports trainers whose hosts are separate sites with their own processes and folders.
 
-Lightning connects the processes of all hosts, and lets the first of them save and log. Hosts of a
-federation with a self-started hub share neither, although each runs the same script with the same
-folders.
+By default, Lightning connects the processes of all hosts, and only the first process saves and
+logs. In a federation with a self-started hub, each host is a separate world that saves and logs for
+itself, although all hosts run the same script with the same folders.
 """
 
 import importlib
@@ -18,15 +18,16 @@ _FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
 
 
 def make_site_of_host(host: Host, federation: Federation) -> Federation:
-    """Makes this host's processes a site before any process group exists; returns the federation
-    from that site's perspective.
+    """Turns this host's processes into a site before any process group exists.
+
+    Returns the federation as seen from the site.
     """
     environment = host.cluster_environment
     if not class_names(type(environment)) & _KNOWN:
         raise ValueError(
-            f"{type(environment).__name__} does not work with a federation whose hub starts itself:"
-            " hosts are launched by SLURM (srun), by one torchrun per host, or by a script on each."
-            " Launch them that way, or start a hub (sdiloco hub) and each site as its own job."
+            f"{type(environment).__name__} does not work with a federation whose hub starts itself."
+            " Launch the hosts with SLURM (srun), with one torchrun per host, or with one script"
+            " per host. Alternatively, start a hub (sdiloco hub) and each site as separate jobs."
         )
     launch = launch_of_host()
     if launch.hosts is None and host.num_nodes > 1:
@@ -43,9 +44,7 @@ def make_site_of_host(host: Host, federation: Federation) -> Federation:
 
 
 def _environment_by_variables(environment: Internal) -> Internal:
-    """Returns an environment that reads the variables of the host's world, from the same
-    distribution as the given one.
-    """
+    """Returns an environment of the same distribution that reads the host's variables."""
     kinds = type(environment).__mro__
     base = next(kind for kind in kinds if kind.__name__ == "ClusterEnvironment")
     environments = importlib.import_module(base.__module__.rpartition(".")[0])
@@ -53,8 +52,10 @@ def _environment_by_variables(environment: Internal) -> Internal:
 
 
 def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
-    """Gives this host's checkpoints and logs their own folder below the trainer's folders, which
-    hosts may share; returns the federation with its hub's folder next to them.
+    """Moves this host's checkpoints and logs into a folder of the site.
+
+    The trainer's folders may be shared between hosts. Returns the federation with the hub's folder
+    next to the site's folder.
     """
     site = federation.site
     root = str(trainer.default_root_dir)
@@ -76,7 +77,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
 
 
 def _move_logger(logger: Internal, site: str | None) -> None:
-    """Makes a logger that has a folder write into the site's folder below it."""
+    """Makes a logger write to the site's folder below the logger's folder."""
     for name in _FOLDERS_OF_LOGGERS:
         folder = getattr(logger, name, None)
         if folder is not None:
@@ -84,9 +85,7 @@ def _move_logger(logger: Internal, site: str | None) -> None:
 
 
 def _below(folder: object, site: str | None) -> str:
-    """Returns a site's folder below a shared one, or the same folder if it is already the
-    site's.
-    """
+    """Returns the site's folder below a shared folder, unless the folder is already the site's."""
     text = str(folder).rstrip("/")
     if text.rpartition("/")[2] == site:
         return text

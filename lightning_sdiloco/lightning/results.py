@@ -1,4 +1,4 @@
-"""The results of a fit for users, even if a launcher ran it in other processes."""
+"""Provides the results of a fit, even if the fit ran in other processes."""
 
 import signal
 import sys
@@ -53,9 +53,9 @@ class Results:
         source = self.engine or self.summary
         if source is None:
             raise RuntimeError(
-                "There is nothing to read yet: fragments and schedule are known from on_fit_start"
-                " on, outer parameters and the report from on_train_batch_start on, and everything"
-                " else after a fit that trained."
+                "There are no results yet. The fragments and the schedule are available from"
+                " on_fit_start on, the outer parameters and the report from on_train_batch_start"
+                " on, and all other results after a fit that has trained."
             )
         return source
 
@@ -72,15 +72,15 @@ _SECONDS_TO_END = 3.0
 
 
 class LauncherMixin(_Base):
-    """Starts processes by spawn, fork or forkserver, and returns the results of rank 0 to the main
-    process.
+    """Starts processes with spawn, fork or forkserver, and returns the results of rank 0.
 
-    It passes a termination signal of the main process on to them, and ends them after Ctrl-C.
-    Lightning itself would leave them running or wait for a result that never arrives.
+    The launcher forwards a termination signal from the main process to the started processes, and
+    ends them after Ctrl-C. Lightning would leave the processes running or wait for a result that
+    never arrives.
 
-    Large values are passed through files in a folder that exists as long as the launch. Lightning's
-    queue is a pipe of about 64 kB that the main process reads only after the processes have ended.
-    With more data than that, each side would wait for the other forever.
+    Large values are passed in files, in a folder that is removed after the launch. Lightning uses a
+    queue on a pipe of about 64 kB, which the main process reads only after the other processes have
+    ended. If the data exceeded the size of the pipe, both sides would wait for each other forever.
     """
 
     _strategy: Host
@@ -151,7 +151,7 @@ class LauncherMixin(_Base):
 
     @override
     def get_extra_results(self, trainer: Trainer) -> State:
-        """Writes the results and Lightning's metrics to files, and returns the rest for the queue."""
+        """Writes results and metrics to files, and returns all other values for the queue."""
         folder = Path(self._folder)
         extra = super().get_extra_results(trainer)
         engine = trainer.strategy.engine
@@ -170,9 +170,7 @@ class LauncherMixin(_Base):
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: State) -> None:
-        """Reads, in the main process, the files that `get_extra_results` wrote in rank 0's
-        process.
-        """
+        """Reads the files that rank 0 wrote in `get_extra_results`, in the main process."""
         folder = Path(self._folder)
         written = {
             path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")

@@ -1,13 +1,14 @@
-"""The strategy without its base class, which is the only place that overrides methods of
-Lightning's strategies.
+"""Implements the strategy without its base class.
 
-Every distribution of Lightning has its own base classes. A subclass of this class and one of them
-adds only its name; see ``lightning_pytorch.py``.
+No other module overrides methods of Lightning's strategies.
 
-[Note: parts of a strategy] A strategy has no state besides its parts. `Options` holds the user's
-choices. `ConnectedGroups` holds the ranks, across several fits. A `Fit` begins and ends with each
-fit. A format, `WholeModel` or `ShardedModel`, handles how ranks store the model. `Results` holds
-the values that users read, including after a fit.
+Every distribution of Lightning has its own base classes. A strategy for a distribution inherits
+from this class and a base class, and adds only its name; see ``lightning_pytorch.py``.
+
+[Note: parts of a strategy] A strategy has no state except its parts. `Options` holds the user's
+settings. `ConnectedGroups` holds the ranks for as long as the strategy exists. A `Fit` begins and
+ends with each fit. A model format, `WholeModel` or `ShardedModel`, determines how ranks store the
+model. `Results` holds the values that users can read during and after a fit.
 """
 
 import gc
@@ -84,67 +85,74 @@ class GroupStrategy:
 
     Args:
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
-            ``"auto"``: one per node if there are several nodes, otherwise one per device.
-        sync_every: The inner steps between two launches of the same fragment (H in the paper).
-            None: 10 to 100, depending on the length of the fit, and 100 if that is unknown; see
-            docs/choosing.md. Here and for ``overlap_steps``, ``"auto"`` lets the planner choose
-            after it has measured the first inner steps and the link between groups.
-        overlap_steps: The inner steps from the launch of a fragment to its landing (tau in the
-            paper), below ``sync_every``. None: five, or as many as fit into shorter rounds.
-            ``"auto"`` is also accepted.
+            ``"auto"`` means one group per node if there are several nodes, and one group per device
+            otherwise.
+        sync_every: The number of inner steps between two launches of the same fragment (H in the
+            paper). If None, the number is between 10 and 100, depending on the length of the fit,
+            or 100 if the length is unknown; see docs/choosing.md. If ``"auto"``, the planner
+            chooses the number after it has measured the first inner steps and the link between
+            groups.
+        overlap_steps: The number of inner steps between the launch of a fragment and its landing
+            (tau in the paper). The number must be less than ``sync_every``. If None, the overlap is
+            five steps, or fewer in short rounds. If ``"auto"``, the planner chooses the number.
         mixing: The share of the local parameters that is kept on landing (alpha in the paper), from
-            0 to 1, or a ``LandingRule`` such as ``Carry()``. Here and for ``outer_lr`` and
-            ``outer_momentum``, ``"auto"`` chooses based on the number of groups, ``sync_every`` and
-            the compression; a resumed fit takes the numbers from its checkpoint.
-        fragments: How the model is divided: ``"strided:3"`` or ``"sequential:3"``, with the number
-            of repeated blocks per fragment (by default an eighth of the blocks, one to three, or
-            more to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size
-            as ``"strided"`` makes; a number of fragments of equal size; a list of lists of
-            shell-style patterns for parameter names, one list per fragment; or ``"auto"``, strided
-            with the number of blocks that suits the link.
-        compression: How outer gradients are encoded: a name from
-            ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``; a
-            ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most precise of
-            ``"fp32"``, ``"bf16"`` and ``"fp4"`` that the link can carry.
+            0 to 1, or a ``LandingRule`` such as ``Carry()``. For ``mixing``, ``outer_lr`` and
+            ``outer_momentum``, ``"auto"`` chooses a value based on the number of groups,
+            ``sync_every`` and the compression. A resumed fit restores the chosen values from its
+            checkpoint.
+        fragments: How the model is divided into fragments. ``"strided:3"`` and ``"sequential:3"``
+            put three repeated blocks into each fragment. Without a number, a fragment contains an
+            eighth of the blocks, limited to one to three, or more if there would otherwise be more
+            than 32 fragments. ``"balanced"`` makes as many fragments as ``"strided"``, but of equal
+            size. An integer sets the number of fragments, which then have equal sizes. A list of
+            lists of shell-style patterns for parameter names defines one fragment per list.
+            ``"auto"`` is ``"strided"`` with a number of blocks that suits the link.
+        compression: How outer gradients are encoded. Pass a name from
+            ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``, or a
+            ``lightning_sdiloco.compression.Compression``. ``"auto"`` chooses the most precise of
+            ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link is fast enough.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
-        outer_momentum: The momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        evaluate: The model that validation inside a fit sees. ``"outer"``: the outer model, or the
-            mean of the groups until every fragment has landed once. ``"mean"``: the mean of the
-            groups, exchanged for every validation. ``"local"``: each group's own model. Checkpoints
-            contain the outer model, or the mean until every fragment has landed once and right
-            after a validation of the mean.
-        federation: The `Federation` that these separately launched ranks join as a site. None:
+        outer_momentum: The momentum of the outer Nesterov SGD, as defined by torch, or ``"auto"``.
+        evaluate: The model that is validated during a fit. ``"outer"`` validates the outer model,
+            or the mean of the groups until every fragment has landed once. ``"mean"`` validates the
+            mean of the groups, which is exchanged for every validation. ``"local"`` validates each
+            group's own model. Checkpoints contain the outer model. Until every fragment has landed
+            once, and right after a validation of the mean, they contain the mean instead.
+        federation: The `Federation` that these separately launched ranks join as a site. If None,
             all worker groups are launched together.
-        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
-            optimizer that works elementwise; it replaces the Nesterov SGD. Alternatively, a
-            ``lightning_sdiloco.OuterOptimizer``, which also sets a rate schedule, clipping, a guard
-            against outliers, and where outer state is kept.
-        exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
-            ``"two_shot"``, ``"auto"`` to choose based on the number of groups and the compression,
-            or a ``lightning_sdiloco.TwoShot``, whose groups average parts sized to suit their
-            links. With the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go from CUDA
-            device to CUDA device; otherwise gloo carries them.
-        resume: ``"exact"`` refuses a checkpoint with different settings; ``"restart"`` restarts the
+        outer_optimizer: A replacement for the outer Nesterov SGD. Pass a function that takes the
+            flat float32 shards, one per fragment, and returns a torch optimizer that works
+            elementwise. A ``lightning_sdiloco.OuterOptimizer`` can also set a learning rate
+            schedule, clipping, a guard against outliers, and the device that stores the outer
+            state.
+        exchange: How groups average encoded outer gradients: ``"gather"``, ``"two_shot"``,
+            ``"auto"`` to choose based on the number of groups and the compression, or a
+            ``lightning_sdiloco.TwoShot``, which gives each group a share that suits its link. With
+            the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients are sent directly between
+            CUDA devices. Otherwise, they are sent with gloo.
+        resume: ``"exact"`` refuses a checkpoint with different settings. ``"restart"`` restarts the
             rounds from the outer parameters and outer momentum of any checkpoint. With the suffix
             ``":newest"``, only the newest checkpoint keeps the folder that a fit resumes from.
         dense_beginning: A ``lightning_sdiloco.DenseBeginning``, which makes groups exchange more
-            often in the first rounds. ``"auto"``: a fifth of all steps if there are eight groups or
-            more and the length of the fit is known, with rounds as short as the link hides; see
-            docs/choosing.md. None: none.
-        schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which
-            launches less often while outer gradients hardly change. None: every ``sync_every``
-            inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing``. None: in proportion to the
-            inner steps that it trained.
-        route: The groups with which each group exchanges in a round: a ``Route`` such as
-            ``RandomPairs()`` or ``Ring()``. With these, groups have different outer parameters;
-            validation and checkpoints use their mean. None: all groups.
-        untrained: The treatment of buffers and frozen parameters, by patterns of their names, as in
-            ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or
-            each group's ``"own"``. None: statistics of normalization layers are averaged, other
-            buffers are taken from the first group, and large buffers and frozen parameters are each
-            group's own; see docs/untrained-state.md.
-        timeout: How long a fragment may be in flight, and the timeout of Lightning's own process
+            often at the start of training. ``"auto"`` uses a dense beginning for the first fifth of
+            all steps if there are at least eight groups and the length of the fit is known; see
+            docs/choosing.md. If None, there is no dense beginning.
+        schedule: When fragments are launched: a ``LaunchSchedule`` such as ``Selective()``, which
+            launches fragments less often while their outer gradients hardly change. If None, each
+            fragment is launched every ``sync_every`` inner steps.
+        weighing: How groups are weighted in a mean: a ``Weighing``. If None, each group is weighted
+            by the number of inner steps that it trained.
+        route: The groups that each group exchanges with in a round: a ``Route`` such as
+            ``RandomPairs()`` or ``Ring()``. On such routes, groups have different outer parameters,
+            and validation and checkpoints use the mean of all groups. If None, every group
+            exchanges with all other groups.
+        untrained: The treatment of buffers and frozen parameters by name pattern, as in
+            ``{"*.queue": "own"}``. ``"mean"`` averages the values over the groups, ``"first"``
+            copies the values of the first group, and ``"own"`` keeps each group's own values. If
+            None, the statistics of normalization layers are averaged, other small buffers are
+            copied from the first group, and each group keeps its own large buffers and frozen
+            parameters; see docs/untrained-state.md.
+        timeout: The time limit for a fragment in flight, and the timeout of Lightning's own process
             groups.
 
     Raises:
@@ -167,7 +175,7 @@ class GroupStrategy:
 
     @classmethod
     def _arguments(cls) -> dict[str, Argument]:
-        """Returns the arguments of this strategy, with their descriptions."""
+        """Returns the arguments of this strategy with their descriptions."""
         base_arguments = cls.model_format.base_arguments
         return {
             **arguments_of(GroupStrategy.__init__, GroupStrategy.__doc__),
@@ -231,11 +239,11 @@ class GroupStrategy:
 
     @property
     def schedule(self) -> Schedule:
-        """The launches and landings of fragments; prints as a table.
+        """The schedule of launches and landings, which prints as a table.
 
-        Available from ``on_fit_start`` on; in Fabric, from the first optimizer step on. If
-        ``sync_every`` was left out, it is chosen when training starts, or after the first inner
-        steps along with ``"auto"`` settings, and the schedule is available from then on.
+        The schedule is available from ``on_fit_start`` on, and in Fabric from the first optimizer
+        step on. If ``sync_every`` is omitted, the schedule is available once a value has been
+        chosen: when training starts or, as for ``"auto"`` settings, after the first inner steps.
         """
         if self.results.summary is not None:
             return self.results.summary.schedule
@@ -244,9 +252,9 @@ class GroupStrategy:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments, with the names of their parameters and their sizes in bytes.
+        """The fragments, with their parameter names and their sizes in bytes.
 
-        Available as early as `schedule`.
+        Fragments are available as soon as `schedule` is.
         """
         results = self.results
         has_trained = results.engine is not None or results.summary is not None
@@ -255,44 +263,39 @@ class GroupStrategy:
         return results.source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters, which are the same on every rank: name -> whole float32
-        tensor on the host.
+        """Returns the outer parameters by name, as full float32 tensors on the host.
 
-        The names come from the model's ``named_parameters()``. During training, all ranks of a
-        worker group must call it together.
+        The names are those of the model's ``named_parameters()``, and the values are the same on
+        every rank. During training, all ranks of a worker group must call this method together.
         """
         return self.results.source.outer_state_dict()
 
     def set_outer(self) -> None:
-        """Makes rank 0's current model the outer model of all groups; see
-        `StreamingDiLoCo.set_outer`.
+        """Sets the outer model of all groups to rank 0's current model.
 
-        Call it on all ranks after you have overwritten weights in training.
+        Call this method on all ranks after you overwrite weights during training. For details, see
+        `StreamingDiLoCo.set_outer`.
         """
         assert self.engine is not None, "weights are overwritten in training"
         self.engine.set_outer()
 
     def report(self) -> dict[str, float]:
-        """Returns the steps, bytes and seconds of training, as `StreamingDiLoCo.report` does."""
+        """Returns the same step, byte and time counts as `StreamingDiLoCo.report`."""
         return self.results.source.report()
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the current or last training run; None before the first one in this
-        process.
-        """
+        """The engine of the current or last fit, or None before the first fit in this process."""
         return self.results.engine
 
     @property
     def topology(self) -> Topology:
-        """The worker groups and the connections between them; available once processes are
-        connected.
-        """
+        """The worker groups and their connections, available once processes are connected."""
         return self._groups.topology
 
 
 class WorkerGroupStrategy(GroupStrategy, _Base):
-    """Overrides the methods of Lightning's Trainer strategies that span all ranks."""
+    """Overrides the Trainer strategy methods that would communicate across all ranks."""
 
     distribution: ClassVar[Distribution]
     _options: Options
@@ -310,9 +313,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """The measurements on which the planner based its choice of ``"auto"`` settings; None if it
-        chose none.
-        """
+        """The measurements behind the planner's choice of ``"auto"`` settings, or None."""
         return self.results.options.measured
 
     # For launcher, checkpoints and loops
@@ -324,7 +325,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank is ending with an exception and must not wait for others."""
+        """Whether this rank is ending with an exception and must not wait for other ranks."""
         return self._groups.is_alone
 
     @property
@@ -350,8 +351,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         # Every Trainer sets it once, before anything starts.
         if self._accelerator_of_trainer is not None:
             raise ValueError(
-                "This strategy object belongs to another Trainer. Make one for each Trainer, or use"
-                " one Trainer for all fits."
+                "This strategy object belongs to another Trainer. Create a strategy for each"
+                " Trainer, or use one Trainer for all fits."
             )
         self._accelerator_of_trainer = accelerator
 
@@ -428,7 +429,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> State:
-        """The number of ranks over which data is divided, and this rank's position among them."""
+        """The number of ranks that share the data, and this rank's position among them."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
         # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
@@ -452,7 +453,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
 
     def _setup_without_fit(self, trainer: Trainer) -> None:
-        """Sets up a validation, a test or a prediction."""
+        """Sets up validation, testing or prediction."""
         listen_without_fit(trainer, self._patches)
         # After an interrupted fit, groups have different models.
         is_in_training = (
@@ -490,8 +491,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
                     f"{type(optimizer).__name__} divides its state among all processes and sends"
-                    " parameters between them, including between worker groups, which train"
-                    " separately. Return the optimizer it wraps from configure_optimizers instead."
+                    " parameters between worker groups, which must train separately. In"
+                    " configure_optimizers, return the wrapped optimizer instead."
                 )
 
     @override
@@ -665,9 +666,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def reduce(
         self, tensor: Tensor, group: Forwarded = None, reduce_op: Forwarded = "mean"
     ) -> Tensor:
-        """Reduces over the worker group for values logged per batch, and over all
-        ranks otherwise.
-        """
+        """Reduces per-batch values over the worker group and all other values over all ranks."""
         if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
@@ -678,7 +677,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def all_gather(
         self, tensor: Tensor, group: Forwarded = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
+        """Gathers over the worker group during a training batch and over all ranks otherwise."""
         # LightningModule.all_gather passes the world if the user specified no group.
         if group in (None, self.topology.world.process_group) and stays_in_group(
             self.lightning_module, self._groups
@@ -687,9 +686,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             topology = self.topology
             if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
                 _log.warning(
-                    "all_gather in a training batch gathers over the ranks of the worker group"
-                    " (here %d), not over all ranks: groups do not wait for each other between"
-                    " launches. For example, the negatives of a contrastive loss come from the"
+                    "During a training batch, all_gather gathers over the %d ranks of the worker"
+                    " group, not over all ranks, because groups do not wait for each other between"
+                    " launches. For example, the negatives of a contrastive loss come only from the"
                     " group. Shown once.",
                     topology.group_size,
                 )
@@ -701,9 +700,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def barrier(self, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Waits for all ranks, except after an exception, and explains the possible causes if they
-        do not arrive.
-        """
+        """Waits for all ranks, except after an exception, and explains why ranks may be missing."""
         if self.is_alone:
             return
         with self._groups.waiting(args, self.engine):
@@ -722,5 +719,5 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides over all ranks in any hook, because all ranks must stop or save together."""
+        """Makes a joint decision in any hook, because all ranks must stop or save together."""
         return self._groups.decide(decision, all, self.root_device)

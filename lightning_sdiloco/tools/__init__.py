@@ -1,7 +1,7 @@
-"""The ``sdiloco`` command and its subcommands, one file or folder for each.
+"""Implements the ``sdiloco`` command, with each subcommand in a separate file or folder.
 
-A subcommand is a function whose arguments are the command-line options. It returns text, after
-writing JSON, pictures or pages if requested. `cli` turns these functions into subcommands; a
-`ValueError` is a message for the user. This subpackage may use every subpackage below it, Lightning
-and the environment, but no other subpackage may import it.
+A subcommand is a function whose arguments are the command-line options. The function returns the
+text to print and, if requested, writes JSON, pictures or pages. `cli` turns these functions into
+subcommands and shows the message of a `ValueError` to the user. This subpackage may use all lower
+subpackages, Lightning and the environment, but no other subpackage may import the tools.
 """

@@ -1,12 +1,13 @@
-"""The ``sdiloco`` command: a function's parameters are a subcommand's options.
+"""Implements the ``sdiloco`` command by turning the parameters of functions into options.
 
-To add a subcommand, write a file with a function of the same name that returns the text to print,
-and list it in `COMMANDS`. jsonargparse reads its type hints and its docstring: the first paragraph
-is the summary, and the lines that start with $ are the examples in its help. A parameter without a
-default is positional, a bool is a flag, and a list can be given several times. A parameter that is
-a dataclass provides its fields as options that several subcommands share. A user error is a
-``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
-imported only when it runs, because some do not need torch. The hub distribution has only those.
+To add a subcommand, create a file with a function of the same name that returns the text to print,
+and list the file in `COMMANDS`. jsonargparse reads the function's type hints and docstring. The
+first paragraph of the docstring becomes the summary, and lines that start with $ become examples in
+the help. A parameter without a default is positional, a bool is a flag, and an option for a list
+can be repeated. The fields of a dataclass parameter become options that several subcommands can
+share. To report a user error, raise a ``ValueError``. The message of the error is printed to
+stderr, and the command exits with code 2. A subcommand is imported only when it runs, because some
+subcommands do not need torch. The hub distribution contains only these subcommands.
 """
 
 import ast
@@ -40,12 +41,13 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The subcommands: each file and its functions; functions with other names are nested
-subcommands.
+"""The module and the functions of each subcommand.
+
+A function with a different name than the subcommand is a nested subcommand.
 """
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
-"""The options that take class paths, or files that contain class paths."""
+"""The options that accept class paths or files that contain class paths."""
 
 _RATES = {"kbit": 1e-6, "Mbit": 1e-3, "Gbit": 1.0, "Tbit": 1e3}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -57,7 +59,7 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     ),
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
-"""The options whose numbers may have a unit, and the size of each unit."""
+"""The options that accept numbers with a unit, and the size of each unit."""
 
 _EXAMPLES: Mapping[str, str] = {
     "--params": "1B",
@@ -66,12 +68,10 @@ _EXAMPLES: Mapping[str, str] = {
     "--round-trip": "50ms",
     "--grace": "10s",
 }
-"""Numbers with a unit, for help."""
+"""An example of a number with a unit for each option, for the help."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
-"""The options whose numbers must have a unit, because people state link speeds in Mbit/s as well as
-in Gbit/s.
-"""
+"""The options that require a unit, because link speeds are given in both Mbit/s and Gbit/s."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -104,10 +104,10 @@ def main(args: list[str] | None = None) -> None:
 
 
 def without_units(args: Sequence[str]) -> list[str]:
-    """Converts numbers with a unit, such as 1B or 100Mbit, to the command's units.
+    """Converts numbers with a unit, such as 1B or 100Mbit, to the units of the command.
 
     Raises:
-        ValueError: If a unit is unknown, or missing where it is required.
+        ValueError: If a unit is unknown or a required unit is missing.
     """
     plain = list(args)
     for index, arg in enumerate(args):
@@ -122,9 +122,7 @@ def without_units(args: Sequence[str]) -> list[str]:
 
 
 def _without_unit(option: str, text: str) -> str:
-    """Converts an option's number from its unit. Text that is not a number is left to the
-    parser.
-    """
+    """Converts a number with a unit, and leaves any other text unchanged."""
     number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
     if number is None:  # the parser refuses it, with the option's help
         return text
@@ -134,19 +132,17 @@ def _without_unit(option: str, text: str) -> str:
         return f"{float(value) * units[unit]:.12g}"
     if unit:
         raise ValueError(
-            f"{option} {text} has the unknown unit {unit!r}. Give one of {', '.join(units)}."
+            f"{option} {text} has the unknown unit {unit!r}. Use one of {', '.join(units)}."
         )
     if option in _NEED_A_UNIT:
         raise ValueError(
-            f"{option} {text} has no unit. Give one of {', '.join(units)}, as in {value}Mbit."
+            f"{option} {text} has no unit. Use one of {', '.join(units)}, as in {value}Mbit."
         )
     return text
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
-    """Appends the current folder to the path, if a class path begins with a module that exists only
-    there.
-    """
+    """Adds the current folder to the import path if a class path needs a module from there."""
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")
         if name.split(".")[0] in _WITH_CLASSES:
@@ -158,7 +154,7 @@ def _search_current_folder(args: Sequence[str]) -> None:
 
 
 def _modules_named_in(value: str) -> list[str]:
-    """Returns the top-level modules of the class paths in a value or in the file that it names."""
+    """Returns the top-level modules of the class paths in a value or in a file."""
     text = value
     if os.path.isfile(value) and os.access(value, os.R_OK):
         text = Path(value).read_text(errors="replace")
@@ -166,8 +162,9 @@ def _modules_named_in(value: str) -> list[str]:
 
 
 def parser_of(names: Container[str]) -> ArgumentParser:
-    """Makes the parser. It imports the named subcommands, and reads only the summaries of all
-    others.
+    """Creates the parser.
+
+    Only the named subcommands are imported, and for all others only the summaries are read.
     """
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
@@ -203,7 +200,7 @@ def _function(name: str, function: str) -> Callable[..., str]:
 
 
 def _installed() -> dict[str, tuple[str, ...]]:
-    """Returns the functions of the subcommands that this distribution has."""
+    """Returns the functions of the subcommands that are installed."""
     return {name: functions for name, (_, functions) in COMMANDS.items() if _file_of(name).exists()}
 
 
@@ -213,7 +210,7 @@ def _file_of(name: str) -> Path:
 
 @cache
 def _summary(name: str, function: str) -> str:
-    """Returns the first paragraph of a function's docstring, without importing it."""
+    """Returns the first paragraph of a function's docstring without importing the function."""
     module = ast.parse(_file_of(name).read_text(encoding="utf-8"))
     (definition,) = (
         node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function
@@ -223,7 +220,7 @@ def _summary(name: str, function: str) -> str:
 
 
 def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
-    """Adds a function's parameters to its parser, and its examples to the help."""
+    """Adds the parameters of a function to a parser and its examples to the help."""
     shared = _shared_options(command)
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
@@ -232,7 +229,7 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
 
 
 def examples_of(docstring: str) -> list[str]:
-    r"""Returns the commands after a $; a command that is too long for a line continues on the next.
+    r"""Returns the commands that follow a $ and may continue on the next lines.
 
     >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
     ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
@@ -242,13 +239,13 @@ def examples_of(docstring: str) -> list[str]:
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, type]:
-    """Returns a command's parameters that provide several options, each with its dataclass."""
+    """Returns the dataclass parameters of a command, which provide several options each."""
     hints = get_type_hints(command).items()
     return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def _called(command: Callable[..., str], options: object) -> str:
-    """Calls a subcommand's function with the parsed options, and returns the text to print."""
+    """Calls the function of a subcommand with the parsed options."""
     # jsonargparse puts a zero-width space before names that are methods of its namespaces, such
     # as keys.
     arguments = {name.lstrip("\u200b"): value for name, value in vars(options).items()}
@@ -259,10 +256,13 @@ def _called(command: Callable[..., str], options: object) -> str:
 
 
 def _where_it_is(name: str) -> str:
-    """Says what to install for a subcommand that this distribution lacks."""
+    """Explains what to install for a subcommand that is missing from this distribution."""
     if name not in COMMANDS.keys() - _installed().keys():
         return ""
-    return f"\nsdiloco {name} is not in lightning-sdiloco-hub: install lightning-sdiloco instead."
+    return (
+        f"\nsdiloco {name} is not included in lightning-sdiloco-hub. Install lightning-sdiloco"
+        " instead."
+    )
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -272,11 +272,11 @@ _EXPECTED: Mapping[str, str] = {
     r"Expected a dot import path string: .*": "not the path of a class, module.Class",
     r"Unexpected import object .*": "neither a class nor a function",
 }
-"""jsonargparse's descriptions of wrong values, and our replacements."""
+"""Replacements for jsonargparse's descriptions of invalid values."""
 
 
 class _Help(DefaultHelpFormatter):
-    """Shows every option in one spelling; its help text includes its type and default."""
+    """A help formatter that shows each option in one spelling, with its type and default."""
 
     def _format_action_invocation(self, action: Action) -> str:
         shown = copy(action)
@@ -290,7 +290,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def _in_words(option: str, type_hint: object, default: object) -> str:
-    """Returns the end of an option's help: the values it accepts, and its default."""
+    """Formats the accepted values and the default at the end of an option's help."""
     words = []
     if option in _EXAMPLES:
         words.append(f"number, for example {_EXAMPLES[option]}")
@@ -306,7 +306,7 @@ def _in_words(option: str, type_hint: object, default: object) -> str:
 
 
 class _Parser(ArgumentParser):
-    """Also spells options with dashes, and takes flags and lists in the usual command-line form."""
+    """A parser that accepts dashes in options, plain flags, and repeated options for lists."""
 
     examples: Sequence[str] = ()
 
@@ -323,7 +323,7 @@ class _Parser(ArgumentParser):
         return "\n  ".join(lines) + "\n"
 
     def add_argument(self, *args: str, **kwargs: Any) -> Action:
-        """Adds an option in both spellings, as a flag or a list if its type requires it."""
+        """Adds an option in both spellings, as a flag or a list if necessary."""
         if not args[0].startswith("--"):
             # By default, jsonargparse takes a list as a single JSON argument.
             if args[0] != "-h" and "action" in kwargs:
@@ -348,7 +348,7 @@ class _Parser(ArgumentParser):
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints the error concisely, and a suggestion."""
+        """Prints a concise error message with a suggestion."""
         message = self._in_one_line(message)
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         command = re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message)
@@ -364,12 +364,12 @@ class _Parser(ArgumentParser):
         if close:
             message = f"{message}\nDid you mean {close[0]}?"
         sys.stderr.write(
-            f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists them all.\n"
+            f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists all options.\n"
         )
         sys.exit(2)
 
     def _refusal_of_setting(self, name: str, value: str) -> str:
-        """Returns why this command does not have a setting, if the settings can explain it."""
+        """Explains why this command does not have a setting, if there is an explanation."""
         names = [action.dest for action in self._actions]
         # A command that has settings has already imported them, and torch with them.
         if "fragments" not in names:
@@ -384,9 +384,7 @@ class _Parser(ArgumentParser):
         return ""
 
     def _in_one_line(self, message: str) -> str:
-        """Reduces the error for a wrong value to its reason and the option's help; other errors are
-        unchanged.
-        """
+        """Shortens the error for an invalid value to the reason and the option's help."""
         refused = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
         helps = {action.dest: action.help or "" for action in self._actions}
         if refused is None or refused[1] not in helps:
@@ -402,7 +400,7 @@ class _Parser(ArgumentParser):
         value = re.search(r"(?:Given|Got) value: (.*)", details)
         option = f"--{name.replace('_', '-')}"
         accepted = " ".join(helps[name].split())
-        return f"{option} {value[1] if value else ''}: {reason.strip('. ')}. It takes: {accepted}"
+        return f"{option} {value[1] if value else ''}: {reason.strip('. ')}. Accepted: {accepted}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco completion``, which lets a shell complete subcommands and options."""
+"""Runs ``sdiloco completion``, which enables shell completion of subcommands and options."""
 
 from lightning_sdiloco.tools.cli import COMMANDS, parser_of
 
@@ -7,7 +7,7 @@ def completion(shell: str) -> str:
     """Print a shell completion script for this command.
 
     Args:
-        shell: The shell, such as bash or zsh.
+        shell: Name of the shell, such as bash or zsh.
 
     Examples:
         $ sdiloco completion bash > ~/.local/share/bash-completion/completions/sdiloco
@@ -16,11 +16,12 @@ def completion(shell: str) -> str:
         import shtab
     except ImportError as error:
         raise ValueError(
-            "shtab, which writes the script, is not installed. Install it: pip install shtab."
+            "The completion script requires shtab, which is not installed. To install it, run pip"
+            " install shtab."
         ) from error
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ValueError(
-            f"shell={shell!r} is not supported. Give one of {', '.join(shtab.SUPPORTED_SHELLS)}."
+            f"shell={shell!r} is not supported. Choose one of {', '.join(shtab.SUPPORTED_SHELLS)}."
         )
     script: str = shtab.complete(parser_of(COMMANDS), shell)
     return script

@@ -1,13 +1,13 @@
-"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and compares
-their costs.
+"""Runs ``sdiloco demo``, which trains the example with several settings and compares the costs.
 
-All settings share the model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run
-of ``pretrain_text.py`` that you can start by hand; the results include its command. Losses are
-measured. Times on the slow link are computed by the planner, from the step time measured here, each
-method's bytes, and the link.
+All runs use two CPU processes and the same model, seed, data and number of tokens
+(``examples/configs/base.yaml``). Each run starts ``pretrain_text.py`` with a command that is saved
+with the results and can also be run by hand. Losses are measured. The planner computes the times on
+a slow link from the measured step time, the bytes that each method sends, and the properties of the
+link.
 
-Each setting's results are kept in its own file until all settings have been trained, so that an
-interrupted demo only trains the remaining ones.
+The results of each setting are kept in a separate file until all settings have been trained. After
+an interruption, the demo therefore trains only the remaining settings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ POINTS = 10
 LINK = Link(gbit_s=0.1, round_trip=0.05)
 LINK_NAME = "100 Mbit/s with a round trip of 50 ms"
 MEMORY_RATE = 10e9
-"""Bytes per second that a CPU core reads and writes."""
+"""The memory bandwidth of a CPU core in bytes per second."""
 
 COLORS = {"ddp": DDP, "diloco": DILOCO, "streaming_fp4": STREAMING}
 
@@ -72,13 +72,14 @@ def demo(
     settings: list[Literal["ddp", "diloco", "streaming_fp4"]] = [],  # noqa: B006
     out: str = "runs/demo",
 ) -> str:
-    """Compare Streaming DiLoCo with DDP: train a small model with two worker groups on the CPU.
+    """Compare Streaming DiLoCo with DDP by training a small model on two CPU processes.
 
     Args:
-        steps: Inner steps of each setting.
-        settings: ddp, diloco or streaming_fp4; repeat for several. By default all are trained.
-        out: Folder for results and pictures. After an interruption, the same command continues from
-            the settings already there.
+        steps: Number of inner steps for each setting.
+        settings: Setting to train: ddp, diloco or streaming_fp4. Repeat the option for several
+            settings. By default, all settings are trained.
+        out: Folder for results and pictures. After an interruption, run the same command again to
+            train the remaining settings.
 
     Examples:
         $ sdiloco demo
@@ -88,12 +89,12 @@ def demo(
     for setting in settings:
         if setting not in SETTINGS:
             raise ValueError(
-                f"settings={setting!r} is unknown. It is one of {', '.join(SETTINGS)}."
+                f"settings={setting!r} is unknown. Choose one of {', '.join(SETTINGS)}."
             )
     console = Console()
     if find_spec("matplotlib") is None:
         console.print(
-            "There will be no picture, because matplotlib is not installed. Install it with pip"
+            "No picture will be drawn, because matplotlib is not installed. To install it, run pip"
             " install matplotlib."
         )
     folder = writable_folder(out)
@@ -104,8 +105,8 @@ def demo(
             results[name] = trained(name, steps, folder, console)
     except KeyboardInterrupt:
         raise SystemExit(
-            f"Interrupted. {folder} keeps what was trained: {', '.join(results) or 'nothing yet'}."
-            " The same command trains the rest."
+            f"Interrupted. The results in {folder} were kept: {', '.join(results) or 'none yet'}."
+            " To train the remaining settings, run the same command again."
         ) from None
     text = tell(results, folder, console)
     for name in results:
@@ -114,7 +115,7 @@ def demo(
 
 
 def writable_folder(out: str) -> Path:
-    """Makes the folder, or refuses one that cannot hold a file, before anything is trained."""
+    """Creates the folder, and refuses a folder that is not writable before training starts."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def writable_folder(out: str) -> Path:
             return folder
     except OSError as error:
         raise ValueError(
-            f"out={out!r} cannot hold the results ({error}). Give another folder."
+            f"The results cannot be written to out={out!r} ({error}). Choose a different folder."
         ) from error
 
 
@@ -131,7 +132,7 @@ def numbers_of(setting: str, folder: Path) -> Path:
 
 
 def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers:
-    """Returns a setting's results: those kept by an interrupted demo, or those of a new run."""
+    """Returns the results of a setting from an interrupted demo or from a new run."""
     path = numbers_of(setting, folder)
     command = training_command(setting, steps, path)
     if path.exists():
@@ -147,7 +148,7 @@ def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers
 
 
 def training_command(setting: str, steps: int, output: Path) -> list[str]:
-    """Returns the command that trains one setting and writes its results to a file."""
+    """Returns the command that trains a setting and writes the results to a file."""
     command = ["python", str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
@@ -161,7 +162,7 @@ def training_command(setting: str, steps: int, output: Path) -> list[str]:
 
 
 def train(setting: str, command: list[str], steps: int, console: Console) -> None:
-    """Trains one setting with a progress bar on the terminal."""
+    """Trains a setting and shows a progress bar on the terminal."""
     output: list[str] = []
     with (
         Progress(*Progress.get_default_columns(), console=console) as progress,
@@ -189,18 +190,18 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
     if process.returncode != 0:
         console.print("".join(output[-60:]), highlight=False, markup=False)
         raise SystemExit(
-            f"The setting {setting!r} ended with exit code {process.returncode}; its error is"
+            f"The setting {setting!r} ended with exit code {process.returncode}. The error is shown"
             f" above. The command was: {shlex.join(command)}"
         )
 
 
 def description_of(setting: str) -> str:
-    """Returns a setting's name, padded to the widest so that the bars line up."""
+    """Returns the name of a setting, padded so that the progress bars line up."""
     return SETTINGS[setting].ljust(max(map(len, SETTINGS.values())))
 
 
 def add_times(results: dict[str, Numbers]) -> None:
-    """Adds to each run the times of its validations on the slow link: ``link_seconds``, by step."""
+    """Adds ``link_seconds`` to each run, the times of its validations on the slow link."""
     # The smallest, because DDP's steps include an exchange on this machine.
     step_seconds = min(run["step_seconds"] for run in results.values())
     for setting, run in results.items():
@@ -209,16 +210,17 @@ def add_times(results: dict[str, Numbers]) -> None:
 
 
 def results_table(results: dict[str, Numbers]) -> Table:
-    """Builds the table, one row per setting, with its bytes compared with DDP's if DDP was trained."""
+    """Builds the table of results with one row per setting."""
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
         f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter,"
         f" {first['passes']:.2g} passes over the text\n",
-        caption="\nLoss in nats per byte, on text not trained on. Bytes are those one rank sent to the"
-        " other: counted by Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the"
-        " gradients. Training here is measured, with nothing slow; the last column is computed for"
-        f" a link of {LINK_NAME}.",
+        caption="\nThe loss is given in nats per byte, on text that was not used for training. The byte"
+        " counts show the data that one rank sent to the other. These counts are measured for"
+        " Streaming DiLoCo and calculated for DDP, assuming a ring all-reduce of the gradients."
+        " The times in the column 'here' are measured without a slow link. The last column is"
+        f" computed for a link of {LINK_NAME}.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -236,7 +238,7 @@ def results_table(results: dict[str, Numbers]) -> Table:
 
 
 def cells(row: Numbers, baseline: int) -> list[str]:
-    """Returns one row of the table as text."""
+    """Formats one row of the table."""
     return [
         f"{row['val_loss']:.3f}",
         f"{row['val_perplexity']:.2f}",
@@ -248,33 +250,34 @@ def cells(row: Numbers, baseline: int) -> list[str]:
 
 
 def time_on_link(row: Numbers) -> str:
-    """Returns how long a run takes on the slow link."""
+    """Formats the duration of a run on the slow link."""
     return short(row["link_seconds"][str(row["steps"])])
 
 
 def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
-    """Returns the cost of Streaming DiLoCo in loss, and the time of both runs on the slow link."""
+    """Describes the difference in loss and the time of both runs on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))
-    cost = "What it cost: after"
-    above = "above"
-    more = "more"
+    cost = "Cost: after"
+    above = "higher"
+    more = "higher"
     if nats <= 0:
-        cost = "What it cost: no loss. After"
-        above = "below"
-        more = "less"
+        cost = "Cost: none. After"
+        above = "lower"
+        more = "lower"
     return [
-        f"{cost} the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte {above} that of"
-        f" DDP: {loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
-        f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and"
-        f" {OURS} {time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms"
-        " that a step took here, not measured on a link.",
+        f"{cost} the same number of tokens, the loss of {OURS} is {abs(nats):.3f} nats per byte"
+        f" {above} than with DDP ({loss:.1f} % {more} loss and {perplexity:.1f} % {more}"
+        " perplexity). Each method was trained with one seed.",
+        f"Savings: on a link of {LINK_NAME}, the same run takes {time_on_link(ddp)} with DDP and"
+        f" {time_on_link(ours)} with {OURS}. These times are not measured on a link, but computed"
+        f" from the {1000 * ours['link_step_seconds']:.3g} ms that a step took here.",
     ]
 
 
 def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
-    """Prints the results, writes them and the pictures into a folder, and returns their paths."""
+    """Prints and saves the results and pictures, and returns a line with their paths."""
     add_times(results)
     console.print("", results_table(results), sep="\n")
     if {"ddp", "streaming_fp4"} <= results.keys():
@@ -296,9 +299,10 @@ def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
 
 
 def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
-    """Returns when a run on the link would reach each validation: seconds since its start, by step.
+    """Computes the seconds that a run on the link would need to reach each validation.
 
-    The run's results include ``link_step_seconds``: how long a step takes without an exchange.
+    The results of the run include ``link_step_seconds``, the duration of a step without an
+    exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}
@@ -318,12 +322,12 @@ def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
 
 
 def short(seconds: float) -> str:
-    """Returns a time in minutes, or in seconds if it is shorter than one."""
+    """Formats a time in minutes, or in seconds if it is less than a minute."""
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def draw(folder: Path, results: dict[str, Numbers]) -> list[Path]:
-    """Draws the loss over the time on the link, and returns the files."""
+    """Plots the loss over the time on the link and returns the files."""
 
     def drawn(figure: Figure) -> None:
         axes = figure.subplots()

@@ -1,7 +1,7 @@
-"""Runs ``sdiloco doctor``, which is started on every rank and reports the faults that it finds on
-rank 0.
+"""Runs ``sdiloco doctor``, which checks all ranks and reports problems on rank 0.
 
-With ``--hub`` it is started once, at a site, and examines the connection to a hub.
+The command must be started on every rank. With ``--hub``, the command is started once, at a site,
+and checks the connection to a hub.
 """
 
 import datetime
@@ -53,8 +53,9 @@ from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
-"""The seconds for which one direction is measured. Only the second half counts, because connections
-start slowly.
+"""The seconds for which each direction is measured.
+
+Only the second half counts, because connections start slowly.
 """
 
 PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
@@ -78,7 +79,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """The outcome of a check: its state, the observation, and the fix, if any."""
+    """The result of a check with its state, the observation, and any fix."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -94,18 +95,18 @@ def doctor(
     wait: float = 300.0,
     json: bool = False,
 ) -> str:
-    """Check the machines of a training run: reachability, versions, settings, bandwidth and round
-    trip.
+    """Check reachability, versions, settings, bandwidth and round trip for a training run.
 
-    With --hub, run it once, at a site: it checks the connection to the hub, the keys, the round
-    trip, the bandwidth and the run config.
+    With --hub, run the command once, at a site. In this case, the command checks the keys, the
+    connection to the hub, the round trip, the bandwidth and the run config.
 
     Args:
-        options: Which hub to check, and as whom.
-        worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, if you start it once on every node with NODE_RANK and
+        options: Options for the connection to a hub.
+        worker_groups: Number of worker groups, as in the strategy. The default is one per node.
+        num_nodes: Number of nodes, if the command is started once on every node with NODE_RANK and
             MASTER_ADDR.
-        seconds: How long each direction between worker groups, or to and from the hub, is measured.
+        seconds: Seconds for which each direction between worker groups, or to and from the hub, is
+            measured.
         wait: Seconds to wait for all ranks to join.
         json: Print JSON instead of a table.
 
@@ -139,7 +140,7 @@ def doctor(
 
 
 def _described_ranks(examined: "Examined") -> list[Numbers]:
-    """Returns every rank's position and machine, for JSON."""
+    """Describes the position and the machine of every rank in JSON values."""
     ranks = []
     for rank, endpoints in enumerate(examined.endpoints):
         place = {
@@ -153,7 +154,7 @@ def _described_ranks(examined: "Examined") -> list[Numbers]:
 
 
 def _as_table(checks: Sequence[Finding]) -> str:
-    """Formats findings as a table, one row for each, with colors on a terminal."""
+    """Formats the findings as a table, with colors on a terminal."""
     table = Table(title="sdiloco doctor", title_justify="left")
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
@@ -171,8 +172,9 @@ def _as_table(checks: Sequence[Finding]) -> str:
 
 
 class MeasuredLink(NamedTuple):
-    """The link between two worker groups in one direction; ``error`` is the reason if it has no
-    numbers.
+    """One direction of a link between two worker groups.
+
+    If the measurement failed, ``error`` is the reason.
     """
 
     source: int
@@ -183,9 +185,7 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """The information that rank 0 gets about the ranks, their machines, and the links between
-    groups.
-    """
+    """Information about all ranks, their machines, and the links between groups."""
 
     groups: int
     endpoints: Sequence[Endpoints]
@@ -197,7 +197,7 @@ class Examined(NamedTuple):
 def _examined(
     worker_groups: object, num_nodes: int | None, seconds: float, wait: float
 ) -> Examined | None:
-    """Examines all ranks, which must call this together. Only rank 0 gets the outcome."""
+    """Checks all ranks, and returns the result on rank 0. All ranks must call this function."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -232,7 +232,7 @@ def _no_progress(text: str) -> None: ...
 
 
 class Launch(NamedTuple):
-    """This process's position in the launch, and the address at which all ranks meet."""
+    """The rank of this process and the address at which all ranks meet."""
 
     rank: int
     world_size: int
@@ -242,18 +242,19 @@ class Launch(NamedTuple):
 
 
 def detect_launch(num_nodes: int | None = None) -> Launch:
-    """Detects torchrun, srun, or variables set by hand, as Lightning does for training."""
+    """Detects torchrun, srun or manually set variables in the same way as Lightning."""
     environment, numbers = _environment(num_nodes)
     for name in numbers:
         value = os.environ.get(name, "")
         if not value.isdigit():
             raise ValueError(
-                f"{name}={value!r} is not a number. Set it on every node, as you do for training."
+                f"{name}={value!r} is not a number. Set {name} on every node, as for training."
             )
     # Lightning would use the loopback address, where no other machine can find rank 0.
     if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
         raise ValueError(
-            "MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node."
+            "MASTER_ADDR is not set. On every node, set MASTER_ADDR to an address of rank 0's"
+            " machine."
         )
     meeting_place = str(environment.main_address), environment.main_port
     if num_nodes is not None:
@@ -270,7 +271,7 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
 
 
 def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
-    """Returns Lightning's cluster environment, and the variables that must be numbers for it."""
+    """Returns Lightning's cluster environment and the numeric variables that it requires."""
     fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
     environments = import_module(f"{fabric}.plugins.environments")
     if num_nodes is not None:
@@ -283,9 +284,9 @@ def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
         except RuntimeError as error:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     raise ValueError(
-        "This process does not know its rank. Start it on every node the way you start training:"
-        " with srun, with torchrun, or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and"
-        " --num-nodes N."
+        "The rank of this process is unknown. Start the command on every node in the same way as"
+        " training: with srun, with torchrun, or by hand with --num-nodes N and with NODE_RANK,"
+        " MASTER_ADDR and MASTER_PORT set."
     )
 
 
@@ -332,7 +333,7 @@ def findings(examined: Examined) -> list[Finding]:
 
 
 def _check_ranks(examined: Examined) -> Iterator[Finding]:
-    """Counts ranks and hosts, and compares package versions between ranks."""
+    """Counts ranks and hosts and compares package versions between ranks."""
     ranks = len(examined.endpoints)
     hosts = list(dict.fromkeys(endpoints.host for endpoints in examined.endpoints))
     places = f"{ranks} on {counted(len(hosts), 'host')} ({_some(hosts)})"
@@ -350,7 +351,7 @@ def _check_ranks(examined: Examined) -> Iterator[Finding]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Formats the value that all ranks share, or each value with its ranks."""
+    """Formats the common value of all ranks, or each value with its ranks."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -368,7 +369,7 @@ def _rank(rank: int, examined: Examined) -> str:
 
 
 def _check_machines(examined: Examined) -> Iterator[Finding]:
-    """Looks for machines with too low a file limit, too many threads, or a slow debug setting."""
+    """Reports low file limits, too many threads, and slow debug settings."""
     # For each kind, only the worst or the first is shown, because the remedy is the same for all.
     needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
     files = [machine["files"] for machine in examined.machines]
@@ -403,7 +404,7 @@ def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_links(examined: Examined) -> Iterator[Finding]:
-    """Reports unreachable ranks, and each link's round trip, bandwidth, buffers and slow start."""
+    """Reports unreachable ranks and the round trip, bandwidth and TCP settings of each link."""
     if not examined.broken:
         pairs = len(examined.endpoints) * (len(examined.endpoints) - 1)
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
@@ -423,7 +424,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
     for link in examined.links:
         way = f"{link.source} -> {link.target}"
         if link.error:
-            fix = "Run sdiloco doctor again; if the error persists, check that machine."
+            fix = "Run sdiloco doctor again. If the error persists, check this machine."
             yield Finding("wrong", f"round trip {way}", link.error, fix)
             continue
         if link.source < link.target:
@@ -446,7 +447,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_direction(link: MeasuredLink, back: float) -> Finding:
-    """Compares the bandwidth of a link with that of the opposite direction."""
+    """Compares the bandwidths of the two directions of a link."""
     check = f"bandwidth {link.source} -> {link.target}"
     rate = readable_rate(link.bits_per_second / 1e9)
     if link.bits_per_second * _UNEQUAL >= back:
@@ -456,13 +457,15 @@ def _check_direction(link: MeasuredLink, back: float) -> Finding:
         check,
         f"{rate}, and {readable_rate(back / 1e9)} in the other direction",
         f"Look for other traffic from worker group {link.source} to {link.target}, and check the"
-        " congestion control there: training runs at the pace of the slower direction.",
+        " congestion control on this path. The slower direction limits the speed of training.",
     )
 
 
 def _check_buffers(link: MeasuredLink, buffers: tuple[int, int]) -> Iterator[Finding]:
-    """Yields a finding if TCP buffers limit a link. A connection carries at most one buffer per
-    round trip, and Linux keeps half of each buffer for itself.
+    """Yields a finding if TCP buffers limit a link.
+
+    A connection transfers at most one buffer per round trip, and Linux reserves half of each
+    buffer.
     """
     limits = [buffer / 2 for buffer in buffers if buffer]
     if not limits or link.round_trip <= 0:
@@ -492,8 +495,9 @@ def measure(
     seconds: float,
     progress: Callable[[str], None],
 ) -> list[MeasuredLink]:
-    """Measures the links between the first ranks of all worker groups, one link per group at a
-    time. All ranks must call this.
+    """Measures the links between the first ranks of all worker groups.
+
+    Each group uses one link at a time. All ranks must call this function.
     """
     listener = Listener(address, partial(_serve, seconds=seconds))
     try:
@@ -521,13 +525,13 @@ def measure(
 
 
 def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, tuple[str, int]]:
-    """Gathers the listeners of the first ranks, by group; other ranks contribute none."""
+    """Gathers the addresses of the listeners on the first rank of each group."""
     entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
     return {group: (str(host), int(port)) for group, host, port in entries}
 
 
 def _round_trip(address: tuple[str, int]) -> float | str:
-    """Returns the duration of a round trip in seconds, or the reason if there is none."""
+    """Returns the duration of a round trip in seconds, or an error message."""
     seconds: list[float] = []
 
     def ping(connection: socket.socket) -> None:
@@ -547,9 +551,7 @@ def _round_trip(address: tuple[str, int]) -> float | str:
 def _link(
     group: int, peer: int, address: tuple[str, int], round_trip: float | str, seconds: float
 ) -> MeasuredLink:
-    """Sends to another group for a few seconds, and returns the rate at which that group
-    received.
-    """
+    """Sends data to another group and returns the rate at which the data was received."""
     if isinstance(round_trip, str):
         return MeasuredLink(group, peer, error=round_trip)
     rates: list[float] = []
@@ -571,7 +573,7 @@ def _link(
 
 
 def _serve(connection: socket.socket, seconds: float) -> None:
-    """Answers pings, and measures the bits per second received during the second half."""
+    """Answers pings, or measures the rate of received data in bits per second."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while kind := connection.recv(1):
         if kind == b"p":
@@ -612,13 +614,12 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
-    """Examines the connection to a hub up to the first fault, which further checks would only
-    repeat.
-    """
+    """Checks the connection to a hub until the first problem is found."""
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError(
-            "Give the keys of a site, or of another role in the run (--keys FILE), or --insecure."
+            "Pass the keys of a site or of another role in the run (--keys FILE), or use"
+            " --insecure."
         )
     checks: list[Finding] = []
     numbers: Numbers = {"hub": options.hub}
@@ -632,7 +633,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Num
 def _check_path(
     options: HubOptions, addresses: list[tuple[str, int]], seconds: float, numbers: Numbers
 ) -> Iterator[Finding]:
-    """Yields the checks, each of which depends on the previous ones: keys, addresses, hub."""
+    """Checks the keys, the addresses and the hub, in this order."""
     yield _check_keys(options)
     errors = [try_to_connect(host, port, 5.0) for host, port in addresses]
     for (host, port), error in zip(addresses, errors, strict=True):
@@ -641,8 +642,9 @@ def _check_path(
                 "wrong" if all(errors) else "slow",  # one reachable address is enough
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
-                "Start the hub on an address that can be reached from here (--listen"
-                f" 0.0.0.0:{port}), and open that port on its machine. Sites need no open port.",
+                "Start the hub on an address that is reachable from here (--listen"
+                f" 0.0.0.0:{port}), and open this port on the hub's machine. Sites do not need an"
+                " open port.",
             )
     for number, (host, port) in enumerate(addresses, start=1):
         checks = list(_check_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
@@ -652,7 +654,7 @@ def _check_path(
 
 
 def _check_keys(options: HubOptions) -> Finding:
-    """Loads the bundle, and reports its holder, run and validity."""
+    """Loads the bundle and reports its holder, run and validity."""
     if options.keys is None:
         insecure = "none: anyone in between can read and change everything (--insecure)"
         return Finding("ok", "keys", insecure)
@@ -668,7 +670,7 @@ def _check_keys(options: HubOptions) -> Finding:
 
 
 def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterator[Finding]:
-    """Checks one address of the hub: the connection first, then the run behind it."""
+    """Checks the connection to one address of the hub and then the run."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
@@ -684,12 +686,10 @@ def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterato
 
 
 def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> Iterator[Finding]:
-    """Measures the round trip, clock and bandwidth, and stores them and the run's status in
-    ``numbers``.
-    """
+    """Measures the connection and stores the results and the status in ``numbers``."""
     numbers["round_trip"] = mailbox.round_trip()
     identity = mailbox.identity
-    yield Finding("ok", "hub", f"it answers, and recognises {identity.role} {identity.name}")
+    yield Finding("ok", "hub", f"the hub responds and recognises {identity.role} {identity.name}")
     round_trip = f"{1000 * numbers['round_trip']:.3g} ms, measured only on this end"
     yield Finding("ok", "round trip", round_trip)
     hub_clock = mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())
@@ -697,7 +697,7 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
     direction = "ahead of" if ahead > 0 else "behind"
     clock = f"the hub's clock is {abs(ahead):.0f} s {direction} the one here"
     if abs(ahead) > _CLOCKS_APART:
-        fix = "Correct the wrong clock: certificates are checked against it."
+        fix = "Correct the clock that is wrong. The validity of certificates depends on the time."
         yield Finding("slow", "clock", clock, fix)
     else:
         yield Finding("ok", "clock", clock)
@@ -711,27 +711,30 @@ def _check_connection(mailbox: HubClient, seconds: float, numbers: Numbers) -> I
 
 
 def _fix_of(refusal: Exception, insecure: bool) -> str:
-    """Returns advice for a hub that refuses a call or does not answer it."""
+    """Returns advice for a hub that refuses a call or does not respond."""
     if LIMIT_OF_DISTANCE in str(refusal):
-        return "Find a shorter route to the hub, or a hub that is nearer to all sites."
+        return "Find a shorter route to the hub, or use a hub that is closer to all sites."
     if isinstance(refusal, HubUnreachable):
         if insecure:
             return (
-                "Something listens there but does not answer: a hub with keys refuses calls without"
-                " them. Give --keys FILE."
+                "A server is listening at this address but does not respond. A hub with keys"
+                " refuses calls without keys. Pass --keys FILE."
             )
         return (
-            "Something listens there, but it does not match the keys: they are from a different"
-            " authority or run, or the hub does not use TLS. Get keys from the place where the"
-            " hub's keys are made: sdiloco keys add FOLDER NAME."
+            "A server is listening at this address, but it does not match the keys. Either the keys"
+            " are from a different authority or run, or the hub does not use TLS. Get keys from the"
+            " folder that contains the hub's keys, with sdiloco keys add FOLDER NAME."
         )
     if insecure:
-        return "Give the name of the run that this hub serves: --run NAME."
-    return "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
+        return "Set --run to the name of the run that this hub serves."
+    return (
+        "Ask the owner of the run's keys for a bundle, which is created with sdiloco keys add"
+        " FOLDER NAME."
+    )
 
 
 def _check_run(status: Numbers) -> Iterator[Finding]:
-    """Reports the run's state, the hub's disk, and whether the versions here may join."""
+    """Reports the state of the run, the hub's disk space, and the compatibility of versions."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -746,7 +749,10 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
     if free is not None:
         room = f"the hub has {readable(free)} free, but the run will need another {readable(needs)}"
         if free < needs:
-            fix = "Free up space, or give the hub a different --store: if full, no rounds close."
+            fix = (
+                "Free up disk space, or set a different --store for the hub. No rounds close when"
+                " the disk is full."
+            )
             yield Finding("slow", "disk", room, fix)
         else:
             yield Finding("ok", "disk", room)
@@ -760,7 +766,7 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
 
 
 def _described(run_config: Numbers) -> str:
-    """Formats the run config on one line: model, terms and settings."""
+    """Formats the model, terms and settings of a run config on one line."""
     terms = run_config["terms"]
     end = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = terms["quorum"]
@@ -775,7 +781,7 @@ def _described(run_config: Numbers) -> str:
 
 
 def _check_version(name: str, required: str) -> Finding:
-    """Compares an installed version with the run config's; only the patch level may differ."""
+    """Compares an installed version with the run config. Only the patch level may differ."""
     installed = (_installed_version(name) or "none").split("+")[0]
     if installed == required.split("+")[0]:
         return Finding("ok", name, installed)
@@ -785,5 +791,8 @@ def _check_version(name: str, required: str) -> Finding:
             " the same results from known values"
         )
         return Finding("ok", name, difference)
-    fix = f"Install {name}=={required} here: a run keeps the versions it was founded with."
+    fix = (
+        f"Install {name}=={required} here, because all sites must use the versions with which the"
+        " run was founded."
+    )
     return Finding("wrong", name, f"{installed} here, but {required} in the run config", fix)

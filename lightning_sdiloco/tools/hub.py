@@ -1,6 +1,4 @@
-"""Runs ``sdiloco hub``, which serves a run to its sites, with metrics, and sends requests to
-hubs.
-"""
+"""Runs ``sdiloco hub``, which serves a run and its metrics or sends requests to a hub."""
 
 import importlib
 import json
@@ -37,37 +35,41 @@ def hub(
     backups_every: float = 3600.0,
     refound: bool = False,
 ) -> str:
-    """Serve a run to its sites until a signal ends it. Restart it with the same ledger.
+    """Serve a run to its sites until the hub is stopped with a signal. To continue the run, restart
+    the hub with the same ledger.
 
     Args:
-        run: The name of the run.
-        keys: The hub's bundle, or the folder made by `sdiloco keys init`.
-        sites: Number of sites needed to start the run. Afterwards, sites may join and leave at any
-            time.
+        run: Name of the run.
+        keys: The hub's bundle, or the folder created by `sdiloco keys init`.
+        sites: Number of sites required to start the run. After the start, sites may join and leave
+            at any time.
         listen: Address and port. For sites on other machines, use 0.0.0.0 or the address of an
             interface.
-        ledger: The file with the run's records. Without it the run is lost, so keep it on a durable
-            disk.
-        store: Folder or URL for payloads and states; by default a folder next to the ledger.
-        insecure: Serve without TLS, for tests on one machine: anyone who can reach the port can do
-            anything.
-        metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz;
-            none by default. Anyone who can reach that port can read them.
-        quorum: Your own quorum that sites may use to found the run: module.Class, in a module that
-            Python finds here. If a site names any other quorum, it is not imported. This package's own
-            quorums are always allowed.
-        backups: A folder on a different disk for copies of the ledger and payloads, made while the
-            run continues. If the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        ledger: File for the run's records. Keep this file on a durable disk, because the run is
+            lost without it.
+        store: Folder or URL for payloads and states. By default, a folder next to the ledger is
+            used.
+        insecure: Serve without TLS, for tests on one machine. Anyone who can reach the port has
+            full control.
+        metrics: Address and port for Prometheus metrics and for health checks at /healthz. By
+            default, metrics are not served. Anyone who can reach this port can read the metrics.
+        quorum: Custom quorum that sites may use to found the run, given as module.Class. The hub
+            must be able to import the module. Other custom quorums are refused. The quorums of this
+            package are always allowed.
+        backups: Folder on a different disk for copies of the ledger and payloads, which are made
+            while the run continues. If the first disk is lost, start a hub with `--ledger
+            FOLDER/hub.sqlite`.
         backups_every: Seconds between copies.
-        refound: If the old ledger is lost, found the run again on a new one, from the state of its
-            remaining sites.
+        refound: Found the run again with a new ledger, from the state of the remaining sites, if
+            the old ledger is lost.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
     """
     if run is None:
         raise ValueError(
-            "A hub serves one run: give its name (--run NAME) and its keys (--keys FOLDER)."
+            "The name of the run is missing. Specify the name (--run NAME) and the keys (--keys"
+            " FOLDER)."
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
@@ -96,24 +98,27 @@ def hub(
     # The service ends first. Until it has ended, /healthz answers that it is not serving.
     with nullcontext() if server is None else closing(server), closing(service):
         _serve(run, service, server)
-    return f"The hub has ended. Everything is in {ledger}: to continue, rerun the same command."
+    return (
+        f"The hub has ended. All records are in {ledger}. To continue, run the same command again."
+    )
 
 
 def _serve(run: str, service: HubService, server: "MetricsServer | None") -> None:
-    """Serves until a signal arrives, and prints the address."""
+    """Prints the address and serves the run until a signal arrives."""
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     service.start()
     status = service.coordinator.status()
     if status["founded"]:
-        state = f"it continues after {status['records']} records"
+        state = f"The run continues after {status['records']} records"
     else:
-        state = f"it is waiting for {status['missing']} sites to found the run"
-    print(f"The hub for run {run} is listening on port {service.port}: {state}.", flush=True)
+        state = f"The hub is waiting for {status['missing']} sites to found the run"
+    print(f"The hub for run {run} is listening on port {service.port}. {state}.", flush=True)
     if server is not None:
         print(
-            f"Metrics for Prometheus are on port {server.port}, open to anyone who can reach it.",
+            f"Prometheus metrics are served on port {server.port}. Anyone who can reach this port"
+            " can read the metrics.",
             flush=True,
         )
     while not over.wait(_MOMENT):
@@ -125,13 +130,13 @@ def _serve(run: str, service: HubService, server: "MetricsServer | None") -> Non
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Options shared by all commands that contact a hub: which hub, and in which role.
+    """Options shared by all commands that contact a hub.
 
     Args:
-        hub: Address and port of the hub, or several, separated by commas.
-        keys: Your bundle; commands that change the run need an operator's.
-        run: The name of the run, if the bundle does not name it.
-        insecure: Connect to a hub that uses no keys.
+        hub: Address and port of the hub. Separate several addresses with commas.
+        keys: Your bundle. Commands that change the run require the bundle of an operator.
+        run: Name of the run, if the bundle does not contain it.
+        insecure: Connect to a hub that does not use keys.
     """
 
     hub: str | None = None
@@ -140,11 +145,9 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub. The bundle names the caller, and also the run unless ``run`` is
-        given.
-        """
+        """Connects to the hub with the name and, by default, the run from the bundle."""
         if self.hub is None:
-            raise ValueError("Give the hub's address: --hub ADDRESS:PORT.")
+            raise ValueError("The hub's address is missing. Specify --hub ADDRESS:PORT.")
         name = str(role)
         run = self.run
         if self.keys is not None and not self.insecure:
@@ -152,7 +155,10 @@ class HubOptions:
             name = holder.name
             run = run or holder.run
         if run is None:
-            raise ValueError("Give the run's name: --run RUN. A bundle also names it: --keys FILE.")
+            raise ValueError(
+                "The name of the run is missing. Specify --run RUN, or a bundle that contains the"
+                " name (--keys FILE)."
+            )
         return HubClient(
             self.hub, run, name, self.keys, self.insecure, role=role, channels=channels
         )
@@ -163,7 +169,7 @@ class HubOptions:
 
 
 def asked(mailbox: HubClient, request: str, **arguments: object) -> tuple[Status, bytes]:
-    """Sends a request over a connection that stays open, and returns the answer."""
+    """Sends a request over an open connection and returns the response."""
     try:
         return mailbox.call(request, arguments)
     except HubError as error:
@@ -176,38 +182,40 @@ def status_of(mailbox: HubClient) -> Status:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Remove a site from a run. If it is restarted, it may rejoin with a state from the other
-    sites.
+    """Remove a site from a run. The site may rejoin after a restart with a state from another site.
 
     Args:
-        site: The name of the site.
-        options: Which hub to ask, and as whom.
+        site: Name of the site to remove.
+        options: Options for the connection to the hub.
 
     Examples:
         $ sdiloco hub evict site-b --hub a.example:29400 --keys operator.bundle
     """
     options.ask("operator", "evict", who=site)
-    return f"{site} was evicted. To keep it out permanently, revoke its keys: sdiloco keys revoke FOLDER {site}."
+    return (
+        f"{site} was evicted. To exclude the site permanently, revoke its keys with sdiloco keys"
+        f" revoke FOLDER {site}."
+    )
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, and every site launches for it.
+    """End a run after the next round of every fragment, for which every site launches.
 
     Args:
-        options: Which hub to ask, and as whom.
+        options: Options for the connection to the hub.
     """
     options.ask("operator", "end")
     return "The run ends with the next round of every fragment."
 
 
 def backup(options: HubOptions) -> str:
-    """Copy a run's ledger and payloads now, into the hub's backup folder.
+    """Copy the ledger and payloads of a run to the hub's backup folder immediately.
 
     Args:
-        options: Which hub to ask, and as whom.
+        options: Options for the connection to the hub.
     """
     copy = options.ask("operator", "backup")
-    return f"{copy['records']} records are in {copy['folder']}, on the hub's machine."
+    return f"{copy['records']} records were copied to {copy['folder']} on the hub's machine."
 
 
 def amend(
@@ -218,16 +226,17 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Amend the terms of a run while it trains; terms that you leave out are unchanged.
+    """Change the terms of a run during training. Terms that you omit stay unchanged.
 
     Args:
-        options: Which hub to ask, and as whom.
-        rounds: Number of rounds of every fragment after which the run ends; 0: it ends when its
-            sites do.
+        options: Options for the connection to the hub.
+        rounds: Number of rounds of every fragment after which the run ends. If 0, the run ends when
+            its sites do.
         grace: Seconds that a round remains open after its first contribution.
         lease: Seconds that a round waits for a site whose heartbeats have stopped.
         quorum: Minimum number of sites in a round.
-        guard: Longest accepted outer gradient, as a multiple of the typical length; 0: no limit.
+        guard: Maximum accepted norm of an outer gradient, as a multiple of the typical norm. If 0,
+            there is no limit.
 
     Examples:
         $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
@@ -241,7 +250,9 @@ def amend(
     }
     changes = {name: term for name, term in terms.items() if term is not None}
     if not changes:
-        raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in terms)}.")
+        raise ValueError(
+            f"Specify at least one change: {', '.join(f'--{name}' for name in terms)}."
+        )
     for name in ("rounds", "guard"):
         if changes.get(name) == 0:
             changes[name] = None  # without an end, any length
@@ -250,20 +261,20 @@ def amend(
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round. Later records are dropped permanently; restart sites that have
-    applied them.
+    """Roll a run back to a round. Later records are deleted permanently, and sites that have
+    applied them must be restarted.
 
     Args:
-        round: The last round of every fragment to keep.
-        options: Which hub to ask, and as whom.
+        round: Last round to keep for every fragment.
+        options: Options for the connection to the hub.
 
     Examples:
         $ sdiloco hub rollback 40 --hub a.example:29400 --keys operator.bundle
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records remain. Sites that have applied more are refused: restart them from an"
-        " earlier checkpoint, or without one."
+        f"{records} records remain. Sites that have applied later records are refused. Restart"
+        " these sites from an earlier checkpoint or without a checkpoint."
     )
 
 
@@ -274,7 +285,7 @@ STATES = {
     "silent": "red",
     "gone": "dim",
 }
-"""The possible states of a site, each with its color."""
+"""The color for each possible state of a site."""
 
 # Metrics
 
@@ -290,9 +301,10 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "rounds_behind": (
         "gauge",
         "rounds_behind",
-        "Rounds that a site has not applied, for the fragment furthest behind.",
+        "Number of rounds that a site has not yet applied, for the fragment that is furthest"
+        " behind.",
     ),
-    "share": ("gauge", "weight_share", "A site's share of the weight in the last 8 rounds."),
+    "share": ("gauge", "weight_share", "Share of a site in the total weight of the last 8 rounds."),
     "late": (
         "counter",
         "late",
@@ -301,29 +313,30 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "lost_steps": (
         "counter",
         "lost_steps",
-        "Inner steps of a site's process that never counted because their launches were late.",
+        "Inner steps of a site's process that were never used because their launches were late.",
     ),
     "lost_share": (
         "gauge",
         "lost_share",
-        "Share of such steps among the inner steps of the process.",
+        "Share of the lost inner steps among all inner steps of a site's process.",
     ),
     "cosine": (
         "gauge",
         "cosine",
-        "Cosine of a site's last contribution with the mean of the other sites.",
+        "Cosine between a site's last contribution and the mean of the other sites.",
     ),
     "against": (
         "gauge",
         "against",
-        "How many of a site's last 16 contributions pointed against the other sites'.",
+        "Number of a site's last 16 contributions that pointed against the mean of the other"
+        " sites.",
     ),
     "not_finite": (
         "counter",
         "not_finite",
-        "Contributions of a site that were left out because they were not finite.",
+        "Contributions of a site that were excluded because they were not finite.",
     ),
-    "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
+    "too_long": ("counter", "too_long", "Contributions of a site that were excluded by the guard."),
     "wrong_buffers": (
         "counter",
         "wrong_buffers",
@@ -332,26 +345,31 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "refused_states": (
         "counter",
         "refused_states",
-        "States that a site has fetched and could not use.",
+        "States that a site has fetched but could not use.",
     ),
-    "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
-    "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
+    "incarnations": (
+        "counter",
+        "starts",
+        "Number of times that a site has joined as a new process.",
+    ),
+    "bytes": ("counter", "sent_bytes", "Total number of bytes that a site has sent."),
     "bytes_per_second": (
         "gauge",
         "sent_bytes_per_second",
-        "Rate of the last blob that a site has sent.",
+        "Transfer rate of the last blob that a site has sent.",
     ),
 }
-"""A site's metrics by the keys of its status: kind, name and help. Counters start at the hub's
-start.
+"""The kind, name and help of a site's metrics, by the keys of its status.
+
+Counters restart when the hub is restarted.
 """
 
 
 class MetricsServer:
-    """Answers all requests for metrics, in its own threads, without TLS or authentication.
+    """A server for metrics that runs in separate threads, without TLS or authentication.
 
-    The status is requested at most once a second. /healthz answers 200 while the hub is serving,
-    and 503 otherwise.
+    The status is requested at most once per second. The path /healthz returns 200 while the hub is
+    serving and 503 otherwise.
     """
 
     def __init__(
@@ -361,7 +379,7 @@ class MetricsServer:
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(
-                f"metrics={listen!r} is not an address: give one with a port, such as"
+                f"metrics={listen!r} is not an address. Use an address with a port, such as"
                 " 127.0.0.1:9400."
             )
         self._status = status
@@ -377,8 +395,8 @@ class MetricsServer:
             )
         except OSError as error:
             raise ValueError(
-                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine, and"
-                " a free port."
+                f"metrics={listen!r} cannot be used ({error}). Use an address of this machine and a"
+                " free port."
             ) from error
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()
@@ -401,23 +419,27 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[object]:
-        """Announces no metrics in advance, so that registration does not need a status."""
+        """Returns an empty list, so that registration does not require a status."""
         return []
 
     def collect(self) -> Iterator[object]:
-        """Yields all metrics from a status that is at most a second old."""
+        """Yields all metrics, based on a status that is at most one second old."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._last = self._status()
                 self._until = time.monotonic() + _FRESH
             status = self._last
         family = partial(_family, _client("prometheus_client.core"), status["run"])
-        trouble = "Whether something prevents rounds from closing, such as a full disk."
+        trouble = "Whether a problem, such as a full disk, prevents rounds from closing."
         missing = status.get("missing", 0)
         records = status.get("records", 0)
         yield family("founded", "Whether the run has been founded.", [([], status["founded"])])
         yield family("trouble", trouble, [([], bool(status["trouble"]))])
-        yield family("missing_sites", "Sites still needed to found the run.", [([], missing)])
+        yield family(
+            "missing_sites",
+            "Number of sites that are still required to found the run.",
+            [([], missing)],
+        )
         yield family("records", "Records of the run.", [([], records)])
         if status["founded"]:
             yield from _site_families(family, status["sites"])
@@ -425,7 +447,7 @@ class MetricsServer:
 
 
 Samples = list[tuple[list[str], float]]
-"""The samples of a metric: labels and value of each."""
+"""The samples of a metric, as pairs of labels and values."""
 
 
 def _family(
@@ -437,7 +459,7 @@ def _family(
     *labels: str,
     kind: str = "gauge",
 ) -> object:
-    """Makes a family of metrics whose samples are all labelled with the run's name."""
+    """Creates a family of metrics in which all samples are labelled with the run's name."""
     cls = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
     family = cls(f"sdiloco_{name}", text, labels=["run", *labels])
     for values, number in samples:
@@ -446,12 +468,12 @@ def _family(
 
 
 def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -> Iterator[object]:
-    """Yields the sites' metrics; a metric that is None for a site has no sample."""
+    """Yields the metrics of the sites, without samples for metrics that are None."""
     states: Samples = []
     for name, site in sites.items():
         for state in STATES:
             states.append(([name, state], site["state"] == state))
-    text = "Whether a site is in a state: 1 for its current state."
+    text = "Whether a site is in a state. The value is 1 for its current state."
     yield family("site_state", text, states, "site", "state")
     for key, (kind, metric, text) in SITE_METRICS.items():
         samples = [([name], site[key]) for name, site in sites.items() if site[key] is not None]
@@ -459,15 +481,15 @@ def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -
 
 
 def _fragment_families(family: Callable[..., object], fragments: list[Status]) -> Iterator[object]:
-    """Yields the closed rounds, and the sites that open rounds wait for."""
+    """Yields the closed rounds and the sites that open rounds are waiting for."""
     rounds: Samples = []
     missing: Samples = []
     for number, fragment in enumerate(fragments):
         rounds.append(([str(number)], fragment["round"]))
         for site in fragment["missing"]:
             missing.append(([str(number), site], 1))
-    yield family("fragment_round", "The last closed round of a fragment.", rounds, "fragment")
-    text = "1 for every site that the open round of a fragment waits for."
+    yield family("fragment_round", "Last closed round of a fragment.", rounds, "fragment")
+    text = "Whether the open round of a fragment is waiting for a site. The value is always 1."
     yield family("fragment_waits_for", text, missing, "fragment", "site")
 
 
@@ -477,7 +499,6 @@ def _client(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install everything a"
-            " federation needs (pip install 'lightning-sdiloco[federated]'), or leave out"
-            " --metrics."
+            "Metrics require prometheus_client, which is not installed. Install the packages for"
+            " federations (pip install 'lightning-sdiloco[federated]'), or omit --metrics."
         ) from error

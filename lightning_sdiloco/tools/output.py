@@ -1,4 +1,4 @@
-"""Output of several commands: tables of a fixed width, and pictures for light and dark pages."""
+"""Formats tables of a fixed width and draws pictures for light and dark pages."""
 
 import io
 import math
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Numbers = dict[str, Any]
-"""The values that a command measures or plans, by their names in its JSON."""
+"""The values that a command measures or plans, by their names in the JSON output."""
 
 StyleValue = Any
-"""The value of a matplotlib setting or keyword."""
+"""The value of a matplotlib setting or keyword argument."""
 
 # Tables
 
@@ -26,14 +26,13 @@ StyleValue = Any
 def table(
     columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0
 ) -> str:
-    """Formats columns, keyed by header, as plain text that is identical in a terminal, a file
-    and a test.
+    """Formats columns, keyed by header, as a plain-text table.
 
     Args:
         columns: The cells of each column.
-        left: The number of leading columns that are left-aligned.
+        left: The number of leading columns to align to the left.
         width: Characters of a line.
-        section: Number of rows between blank lines; 0 for none.
+        section: The number of rows between blank lines, or 0 for no blank lines.
     """
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):
@@ -54,7 +53,7 @@ def percent(share: float) -> str:
 
 
 def plain(value: object) -> object:
-    """Returns dataclasses and named tuples, and everything in them, as JSON values."""
+    """Converts dataclasses and named tuples to JSON values recursively."""
     if is_dataclass(value):
         return plain(vars(value))
     if hasattr(value, "_asdict"):
@@ -71,7 +70,7 @@ def plain(value: object) -> object:
 
 @dataclass(frozen=True)
 class Theme:
-    """The colors of a page, light or dark."""
+    """The colors of a light or dark page."""
 
     ink: str
     quiet: str
@@ -139,13 +138,13 @@ DDP = "C9"
 
 
 def require_drawable(path: str) -> None:
-    """Refuses a file that is neither SVG nor PNG, or any if matplotlib is missing."""
+    """Refuses files other than SVG and PNG, and any file if matplotlib is missing."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(
-            f"picture={path!r} does not end with .svg or .png. Give a file with one of these"
+            f"picture={path!r} does not end with .svg or .png. Choose a file name with one of these"
             " suffixes."
         )
-    require_matplotlib("A picture", ", or leave out --picture")
+    require_matplotlib("A picture", ", or omit --picture")
 
 
 def require_matplotlib(product: str, instead: str = "") -> None:
@@ -153,8 +152,8 @@ def require_matplotlib(product: str, instead: str = "") -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{product} needs matplotlib, which is not installed. Install it (pip install"
-            f" matplotlib){instead}."
+            f"{product} requires matplotlib, which is not installed. Install matplotlib (pip"
+            f" install matplotlib){instead}."
         ) from error
 
 
@@ -165,9 +164,9 @@ def drawn(
     size: tuple[float, float] = (8.4, 4.3),
     dpi: int = 190,
 ) -> bytes:
-    """Draws on a matplotlib figure, and returns the file; equal pictures have equal bytes.
+    """Draws a figure with matplotlib and returns the file. Identical pictures have identical bytes.
 
-    The theme's lines are C0 to C9 there.
+    The colors C0 to C9 are the line colors of the theme.
     """
     import matplotlib as mpl
     from cycler import cycler
@@ -185,8 +184,9 @@ def drawn(
 def save_picture(
     path: str, draw: Callable[["Figure"], None], size: tuple[float, float] = (8.4, 4.3)
 ) -> list[Path]:
-    """Draws a picture for light pages and another, with -dark in its name, for dark pages; returns
-    both files.
+    """Draws a picture for light pages and a picture with -dark in its name for dark pages.
+
+    Returns both files.
     """
     require_drawable(path)
     light = Path(path)
@@ -196,6 +196,6 @@ def save_picture(
             file.write_bytes(drawn(draw, light.suffix[1:], theme, size))
     except OSError as error:
         raise ValueError(
-            f"picture={path!r} cannot be written ({error}). Give another file."
+            f"picture={path!r} cannot be written ({error}). Choose a different file."
         ) from error
     return list(files)

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco plan``, which shows the planner's results as text, JSON and a picture."""
+"""Runs ``sdiloco plan``, which presents the planner's results as text, JSON and a picture."""
 
 import json
 import math
@@ -68,41 +68,44 @@ def plan(
     picture: str | None = None,
     format: Literal["text", "json"] = "text",
 ) -> str:
-    """Print what a link allows: each method's bytes, peak bandwidth and compute utilisation, and
-    the settings to use.
+    """Print the bytes, peak bandwidth and compute utilisation of each method on a link, and
+    recommend settings.
 
     Args:
-        model: Class path of a LightningModule (or other module), with --model.NAME for its
-            arguments.
-        params: Number of parameters, instead of a model.
-        layers: Number of layers, with --params.
-        step_time: Duration of an inner step, without any exchange between groups.
+        model: Class path of a LightningModule or another module. Set the arguments of the class
+            with --model.NAME.
+        params: Number of parameters, as an alternative to --model.
+        layers: Number of layers, required with --params.
+        step_time: Duration of an inner step without an exchange between groups.
         groups: Number of worker groups.
-        group_size: Ranks in a worker group.
-        bandwidth: Bandwidth between a group and all others, in each direction.
-        hub_bandwidth: Bandwidth of a federation's hub, in which case the groups are its sites.
-        quorum: The federation's quorum, which decides for which sites a round waits: a number of
-            sites, or a class such as DynamicBackup, with --quorum.least=0.5 for its arguments.
-        grace: How long rounds remain open after the first contribution, with --quorum; 10s by
-            default.
-        delays: Seconds by which each site's contributions are late, such as 0,0,12; with --quorum.
-        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names,
-            instead of --bandwidth and --groups. The plan uses the slowest link, and shows what
-            two-shot gains with parts that suit the links.
+        group_size: Number of ranks in a worker group.
+        bandwidth: Bandwidth between a group and all other groups, in each direction.
+        hub_bandwidth: Bandwidth of a federation's hub. With this option, the groups are the sites
+            of the federation.
+        quorum: Quorum of the federation, which determines the sites that a round waits for. Pass a
+            number of sites or a class such as DynamicBackup, and set its arguments with
+            --quorum.least=0.5, for example.
+        grace: Time for which rounds stay open after the first contribution. This option requires
+            --quorum. The default is 10s.
+        delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
+            --quorum.
+        links: YAML file with the rate of each group's link in Gbit/s, as a list or as a mapping
+            from names. This option replaces --bandwidth and --groups. The plan uses the slowest
+            link and shows the gain of a two-shot exchange whose parts suit the links.
         round_trip: Round-trip time to another group.
-        loss: Share of packets lost: 0.1 % is 0.001.
-        sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. By default, 5 or as
-            many as fit into shorter rounds.
-        fragments: How the model is divided: strided or sequential, optionally with the number of
-            repeated blocks per fragment, as in strided:3 (by default as many as make about eight
-            fragments, at most three, or more to make at most 32 fragments); balanced; or a number
-            of fragments.
+        loss: Share of packets that are lost. For example, 0.001 means 0.1 %.
+        sync_every: Number of inner steps between two launches of the same fragment.
+        overlap_steps: Number of inner steps between the launch of a fragment and its landing. The
+            default is 5, or fewer in short rounds.
+        fragments: How the model is divided into fragments. Pass strided, sequential, balanced, or a
+            number of fragments. For example, strided:3 puts three repeated blocks into each
+            fragment. Without a number, about eight fragments are made, with at most three blocks
+            each, or with more blocks if there would otherwise be more than 32 fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
-        steps: Inner steps of the whole run, for its total bytes.
-        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10
+        steps: Number of inner steps in the whole run, for the total number of bytes.
+        memory_rate: Memory bandwidth of a device in GB/s. Typical values are 1000 for a GPU and 10
             for a CPU core.
-        paper_table_4: Reproduce Table 4 of the paper instead, with the paper's idealisations.
+        paper_table_4: Reproduce Table 4 of the paper instead, with the paper's simplifications.
         picture: File (.svg or .png) for a plot of utilisation against bandwidth.
         format: Output format.
 
@@ -162,7 +165,7 @@ def plan(
 def _numbers(
     methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
 ) -> Numbers:
-    """Returns a plan's numbers by their JSON names; ``streaming`` has the requested settings."""
+    """Returns the numbers of a plan by their JSON names."""
     model = streaming.model
     groups = streaming.groups
     compressions = {}
@@ -190,9 +193,7 @@ def _numbers(
 
 
 def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
-    """Draws utilisation over bandwidths from where no method works to where DDP does, and marks the
-    link.
-    """
+    """Plots the utilisation of all methods over the bandwidth and marks the link."""
     link = numbers["link"]
     bandwidths = [link.gbit_s]
     for prediction in numbers["methods"].values():
@@ -205,7 +206,7 @@ def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) ->
 
 
 def _plan_as_json(numbers: Numbers, **parts: object) -> str:
-    """Formats a plan as JSON, with the requested parts."""
+    """Formats a plan as JSON with the requested parts."""
     asked_for = {name: part for name, part in parts.items() if part is not None}
     return json.dumps(plain({**numbers, **asked_for}), indent=2)
 
@@ -215,19 +216,20 @@ def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> floa
 
 
 def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
-    """Reads the links of all groups: Gbit/s by name, in order."""
+    """Reads the rates of all links in Gbit/s, by name."""
     if path is None:
         return {}
     if bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it. Leave"
-            " one of them out."
+            f"--bandwidth {bandwidth:g} was given together with --links, which also sets the"
+            " bandwidth. Omit one of the two options."
         )
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(
-            f"--links {path} cannot be read: {error}. Give a YAML file with each link's Gbit/s."
+            f"--links {path} cannot be read: {error}. Pass a YAML file with the rate of each link"
+            " in Gbit/s."
         ) from error
     links = dict(enumerate(content)) if isinstance(content, list) else content
     are_numbers = isinstance(links, dict) and all(
@@ -235,8 +237,8 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
     )
     if not are_numbers or len(links) < 2:
         raise ValueError(
-            f"--links {path} contains {content!r}. Give a list of at least two numbers, the Gbit/s"
-            " of each group's link, or a mapping from names to such numbers."
+            f"--links {path} contains {content!r}. Provide a list of at least two numbers, the"
+            " rates of the groups' links in Gbit/s, or a mapping from names to such numbers."
         )
     return {
         f"group {name}" if isinstance(name, int) else str(name): link
@@ -251,33 +253,35 @@ def _described(
     step_time: float | None,
     bandwidth: float | None,
 ) -> Model:
-    """Returns the model to plan for, after checking that no required option is missing."""
+    """Returns the model to plan for, and refuses missing options."""
     options = {"--step-time": step_time, "--bandwidth": bandwidth}
     if not model:
         options = {"--params": params, "--layers": layers, **options}
     missing = [name for name, option in options.items() if option is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and"
-            " --layers), the time of an inner step and the bandwidth between groups, such as:"
-            " --params 1e9 --layers 24 --step-time 0.1 --bandwidth 1Gbit"
+            f"{', '.join(missing)} must be given. A plan requires a model (--model, or --params and"
+            " --layers), the duration of an inner step, and the bandwidth between groups. An"
+            " example is: --params 1e9 --layers 24 --step-time 0.1 --bandwidth 1Gbit"
         )
     if model is not None:
         if params is not None or layers is not None:
             raise ValueError(
-                "--model was given together with --params or --layers. Give either the model or its"
+                "--model was given together with --params or --layers. Pass either the model or its"
                 " size."
             )
         return Model.of_parameters(trainable(_module(model)))
     assert params is not None
     assert layers is not None
     if params % 1 != 0:
-        raise ValueError(f"params={params} is not a whole number. Give the number of parameters.")
+        raise ValueError(
+            f"params={params} is not a whole number. Set params to the number of parameters."
+        )
     return Model.of_size(int(params), layers)
 
 
 def _module(make: MakeModel) -> nn.Module:
-    """Makes the module, on the meta device if possible."""
+    """Creates the module, on the meta device if possible."""
 
     def configured() -> nn.Module:
         module = make()
@@ -293,8 +297,8 @@ def _module(make: MakeModel) -> nn.Module:
             return configured()
         except Exception as error:
             raise ValueError(
-                f"The model could not be made: {type(error).__name__}: {error}. Correct its"
-                " arguments (--model.NAME), or give --params and --layers instead."
+                f"The model could not be created: {type(error).__name__}: {error}. Correct the"
+                " arguments of the model (--model.NAME), or pass --params and --layers instead."
             ) from error
 
 
@@ -304,19 +308,20 @@ def _quorum(
     delays: str | None,
     hub: planner.HubLoad | None,
 ) -> Quorum | None:
-    """Returns the quorum that closes rounds at the hub; None without one."""
+    """Returns the quorum that closes rounds at the hub, or None if there is none."""
     if quorum is None:
         for name, option in (("--grace", grace), ("--delays", delays)):
             if option is not None:
                 raise ValueError(
-                    f"{name} needs a quorum to close rounds. Also give --quorum, such as --quorum"
-                    " 2."
+                    f"{name} requires a quorum that closes rounds. Also pass --quorum, such as"
+                    " --quorum 2."
                 )
         return None
     if hub is None:
         raise ValueError(
-            f"--quorum {quorum} only applies to the sites of a federation: worker groups launched"
-            " together wait for all groups. Also give the federation's --hub-bandwidth."
+            f"--quorum {quorum} applies only to the sites of a federation, because worker groups"
+            " that are launched together wait for all groups. Also pass the --hub-bandwidth of the"
+            " federation."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -327,7 +332,7 @@ def _quorum(
 def _ways(
     of_links: Mapping[str, float], delays: str | None, link: Link, hub: planner.HubLoad
 ) -> dict[str, Way]:
-    """Returns each site's link to its hub, from each site's Gbit/s or from one link for all."""
+    """Returns the link between each site and the hub."""
     of_sites = of_links or {f"site {number}": link.gbit_s for number in range(hub.sites)}
     try:
         late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
@@ -335,8 +340,8 @@ def _ways(
         late = []
     if len(late) != len(of_sites) or not all(delay >= 0 for delay in late):
         raise ValueError(
-            f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one"
-            " for each site, as 0,0,12."
+            f"--delays {delays} must contain {len(of_sites)} numbers of at least 0. Pass the delay"
+            " of each site in seconds, as in 0,0,12."
         )
     ways = {}
     for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True):
@@ -346,7 +351,7 @@ def _ways(
 
 
 def _settings(method: Streaming) -> Numbers:
-    """Returns a method's settings by their JSON names, with numbers in place of ``auto``."""
+    """Returns the settings of a method by their JSON names, with numbers instead of ``auto``."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -367,11 +372,11 @@ NAMES: Mapping[str, str] = {
     "streaming_overlap": "... with overlap",
     "streaming_overlap_fp4": "... and FP4",
 }
-"""The methods' names in the tables."""
+"""The names of the methods in the tables."""
 
 
 def _plan_as_text(numbers: Numbers) -> str:
-    """Formats a plan's numbers: the setup, both tables, and the recommendation."""
+    """Formats the setup, both tables and the recommendation of a plan."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
@@ -383,7 +388,9 @@ def _plan_as_text(numbers: Numbers) -> str:
     reached = recommended["utilisation_with_margin"]
     heading = "Recommended:"
     if reached < planner.TARGET:
-        heading = f"No settings reach {percent(planner.TARGET)} on this link; closest:"
+        heading = (
+            f"No settings reach {percent(planner.TARGET)} on this link. The closest settings are:"
+        )
     automatic = ", ".join(
         f"{name}={recommended[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing")
     )
@@ -443,7 +450,7 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    """Formats the hub's load, and settings with which its bandwidth suffices."""
+    """Formats the load of the hub and settings for which its bandwidth is sufficient."""
     busy = f"{hub.share:.3g} times what it can"
     if hub.share <= 1:
         busy = f"{percent(hub.share)} of what it can"
@@ -471,7 +478,7 @@ def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
-    """Describes when rounds close under the quorum, and which sites count in them."""
+    """Describes when rounds close under the quorum and which sites count."""
 
     def described(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
@@ -491,7 +498,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats each link's share and the gain over equal shares."""
+    """Formats the share of each link and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),
@@ -517,7 +524,7 @@ def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settin
 
 
 def _paper(picture: str | None, format: str) -> str:
-    """Returns Table 4 as text or JSON, and draws its curves if a picture is requested."""
+    """Returns Table 4 as text or JSON and draws the curves if a picture is requested."""
     entries = list(paper.table_4())
     if picture is not None:
         panels = {}
@@ -536,14 +543,14 @@ def _paper(picture: str | None, format: str) -> str:
 
 
 def _entry(entry: paper.Entry) -> str:
-    """Formats the closed form's number, followed by the paper's where it differs."""
+    """Formats the computed number, followed by the number in the paper if it differs."""
     if entry.gbit_s == entry.paper:
         return f"{entry.gbit_s}"
     return f"{entry.gbit_s} ({entry.paper})"
 
 
 Curves = Mapping[str, Callable[[float], float]]
-"""Functions from a bandwidth in Gbit/s to the compute utilisation, by method."""
+"""The functions from the bandwidth in Gbit/s to the compute utilisation, by method."""
 
 # The label, color and line style of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
@@ -559,7 +566,7 @@ _POINTS_PER_DECADE = 40
 def _draw(
     path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
 ) -> None:
-    """Writes panels to a file, by title, each with its curves between two powers of ten."""
+    """Draws the panels, each with curves between two powers of ten, and saves the picture."""
     count = (last - first) * _POINTS_PER_DECADE + 1
     points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 
@@ -577,7 +584,7 @@ def _draw(
 
 
 def _draw_curves(axes: "Axes", curves: Curves, points: Sequence[float], mark: float | None) -> None:
-    """Draws curves on a logarithmic axis, with a vertical line at a marked bandwidth."""
+    """Draws curves on a logarithmic axis and a vertical line at a marked bandwidth."""
     for name, curve in curves.items():
         label, color, line = _LINES[name]
         axes.plot(points, list(map(curve, points)), color=color, linestyle=line, label=label)

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco report``, which turns a run's records into a page, its pictures and a timeline."""
+"""Runs ``sdiloco report``, which creates a page, pictures and a timeline from records."""
 
 import base64
 import math
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 def report(run: str, output: str | None = None) -> str:
-    """Write a report of a run: a page (report.html), its pictures (.png), and a trace of all ranks
+    """Create a report of a run with a page (report.html), pictures (.png), and a trace of all ranks
     (timeline.json).
 
     Args:
-        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it:
-            the run's own folder, or one with version_N folders, the newest of which is used.
-        output: Folder for the report; by default a folder named report in the run's.
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder for the
+            run. If a folder contains version_N folders, the newest of them is used.
+        output: Folder for the report. The default is the folder report in the run's folder.
 
     Examples:
         $ sdiloco report lightning_logs
@@ -72,16 +72,14 @@ def report(run: str, output: str | None = None) -> str:
             (folder / "report.html").write_text(html, encoding="utf-8")
         except OSError as error:
             raise ValueError(
-                f"output={str(folder)!r} cannot be written ({error}). Give another folder."
+                f"output={str(folder)!r} cannot be written ({error}). Choose a different folder."
             ) from error
         lines = [*verdict.sentences, f"Verdict: {verdict.conclusion}."]
         return "\n".join([*lines, "", f"{folder / 'report.html'}"])
 
 
 def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[str, bytes]]:
-    """Writes the pictures as PNG, and returns them as SVG, which the page can scale, by name and
-    theme.
-    """
+    """Writes the pictures as PNG files and returns them as SVG, by name and theme."""
     pictures: dict[str, dict[str, bytes]] = defaultdict(dict)
     for name in pictures_of(run):
         progress.update(f"Drawing {name}")
@@ -98,7 +96,7 @@ def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[
 
 
 class Causes(NamedTuple):
-    """Seconds that training spent waiting, by cause."""
+    """The seconds that training spent waiting, by cause."""
 
     link: float
     groups: float
@@ -106,7 +104,7 @@ class Causes(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """The settings to change, and the utilisation that the planner expects before and after."""
+    """The settings to change, with the expected utilisation before and after the change."""
 
     changes: dict[str, object]
     now: float
@@ -114,9 +112,7 @@ class Advice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A run's bottleneck and the numbers behind it, both also as sentences, and a few words on what
-    to change.
-    """
+    """The bottleneck of a run, the numbers that show it, a description, and a conclusion."""
 
     limit: str
     utilisation: float
@@ -128,7 +124,7 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run) -> Verdict:
-    """Finds the bottleneck of a run, and advises on settings if they could help."""
+    """Finds the bottleneck of a run and recommends settings if they could help."""
     share = mean(map(utilisation, run.ranks))
     causes = waited_for(run)
     link = measured_link(run)
@@ -151,10 +147,10 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> Causes:
-    """Returns the causes of training's waits.
+    """Returns the time that training waited, by cause.
 
-    The time until the last group launched counts for that group, and the rest for the link or the
-    group's own background.
+    The time until the last group has launched is attributed to the slower groups. The remaining
+    time is attributed to the link or to background work.
     """
     on_link = 0.0
     for_groups = 0.0
@@ -170,8 +166,9 @@ def waited_for(run: Run) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Returns a link whose bandwidth is the rate of all messages that ranks waited for, or None if
-    ranks waited for none.
+    """Returns the measured link, or None if no rank ever waited for a message.
+
+    The bandwidth is the rate of all messages that ranks waited for.
     """
     bits = 0.0
     seconds = 0.0
@@ -186,7 +183,7 @@ def measured_link(run: Run) -> Link | None:
 
 
 def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[LandingRecord]]]:
-    """Yields each landing in training, with the other groups' landings of the same flight."""
+    """Yields each landing in training with the landings of the same flight in other groups."""
     flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = defaultdict(list)
     for rank in run.ranks:
         for landing in landings_in_training(rank):
@@ -198,8 +195,9 @@ def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[Land
 
 
 def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) -> float:
-    """Returns how long a fragment was on the link, counting each hop from when all groups had
-    entered it.
+    """Returns the seconds that a fragment spent on the link.
+
+    The time of each hop starts when all groups have started that hop.
     """
     hops = zip(on_the_link(landing), *map(on_the_link, partners), strict=False)
     return sum(max(0.0, spans[0][1] - max(began for began, _ in spans)) for spans in hops)
@@ -209,9 +207,7 @@ def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) 
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """Finds the smallest change with which the planner expects to reach its target utilisation, or
-    else the best change.
-    """
+    """Finds the smallest change that reaches the target utilisation, or else the best change."""
     settings = _settings(run)
     if settings is None:
         return None
@@ -230,14 +226,14 @@ def advise(run: Run, link: Link) -> Advice | None:
 
 
 def _model(run: Run) -> Model:
-    """Returns the planner's model with the parameters that the first rank recorded."""
+    """Creates the planner's model from the parameters that the first rank recorded."""
     sizes = run.ranks[0].parameters
     parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
     return Model(parameters, tuple(numel for numel, _ in sizes.values()))
 
 
 def _with_one_change(settings: Settings) -> list[Settings]:
-    """Returns settings with one change each, starting with those that change training least."""
+    """Returns settings with one change each, starting with the least intrusive changes."""
     candidates = [
         replace(settings, overlap_steps=more)
         for more in OVERLAP_STEPS
@@ -253,7 +249,7 @@ def _with_one_change(settings: Settings) -> list[Settings]:
 
 
 def _settings(run: Run) -> Settings | None:
-    """Returns a run's settings, with ``exchange="auto"`` where that means the exchange that ran."""
+    """Returns the settings of a run, with ``exchange="auto"`` if it selects the same exchange."""
     about = run.ranks[0].about
     recorded = about["settings"]
     if recorded["compression"] is None:
@@ -272,7 +268,7 @@ def _settings(run: Run) -> Settings | None:
 
 
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
-    """Returns a run's groups, with the memory rate that explains how long its background work took."""
+    """Describes the groups, with a memory rate that matches the measured background work."""
     about = run.ranks[0].about
     step_time = max(map(step_seconds, run.ranks))
     groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
@@ -292,18 +288,18 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 def _limit_as_text(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
-    """Describes the bottleneck of the run and the rate of its link."""
+    """Describes the bottleneck of a run and the rate of its link."""
     head = run.heads[0]
-    computed = f"Training kept computing for {share:.1%} of the time."
+    computed = f"Training spent {share:.1%} of the time computing."
     if limit == "alone" and head.about.get("site") is not None:
         return [f"{computed} {_site_as_text(head)}"]
     if limit == "alone":
-        return ["There is only one worker group, so nothing was sent and training never waited."]
+        return ["There is only one worker group, so no data was sent and training never waited."]
     rate = ""
     if link is not None:
-        rate = f" The link carried {readable_rate(link.gbit_s)} while it was in use."
+        rate = f" While in use, the link carried {readable_rate(link.gbit_s)}."
     if limit == "nothing":
-        return [f"{computed} No setting would change that much.{rate}"]
+        return [f"{computed} No setting would improve this much.{rate}"]
     waited = _waits_as_text(causes)
     if limit == "groups":
         return _slow_group_as_text(run, computed, waited)
@@ -314,7 +310,7 @@ def _limit_as_text(
 
 
 def _site_as_text(head: Rank) -> str:
-    """Describes a site of a federation: its restarts, and the rounds in which each site counted."""
+    """Describes the restarts of a site and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
     counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
@@ -324,26 +320,26 @@ def _site_as_text(head: Rank) -> str:
         times = "once" if restarts == 1 else f"{restarts} times"
         restarted = f" It was restarted {times}."
     return (
-        f"This is {head.name}, one site of a federation, which waits for no other.{restarted} Of"
-        f" the {len(landings)} rounds of fragments that landed here, sites counted:"
-        f" {counted}.{_losses_as_text(head)}"
+        f"This is {head.name}, one site of a federation, which does not wait for other"
+        f" sites.{restarted} In the {len(landings)} rounds of fragments that landed here, the"
+        f" following sites counted: {counted}.{_losses_as_text(head)}"
     )
 
 
 def _losses_as_text(head: Rank) -> str:
-    """Describes a site's training that never counted, as an average over the fragments."""
+    """Describes the inner steps of a site that were lost, averaged over the fragments."""
     dropped = sum(landing.lost_steps for landing in head.landings)
     trained = len(head.steps) * len(head.fragments)
     if not dropped or not trained:
         return ""
     return (
-        f" Launches that were late cost {dropped / len(head.fragments):.1f} of its"
-        f" {len(head.steps)} inner steps, {dropped / trained:.1%}."
+        f" Because launches were late, {dropped / len(head.fragments):.1f} of this site's"
+        f" {len(head.steps)} inner steps were lost ({dropped / trained:.1%})."
     )
 
 
 def _waits_as_text(causes: Causes) -> str:
-    """Formats the causes of training's waits, the longest first."""
+    """Formats the waiting time by cause, longest first."""
     words = {
         "link": "for the link",
         "groups": "for a slower group",
@@ -352,45 +348,46 @@ def _waits_as_text(causes: Causes) -> str:
     total = sum(causes) or 1.0
     longest_first = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
     shares = [f"{seconds / total:.0%} was {words[name]}" for name, seconds in longest_first]
-    return f"Of the time it waited, {', '.join(shares)}."
+    return f"Of the waiting time, {', '.join(shares)}."
 
 
 def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
-    """Describes a run that waited for its slowest group, which no setting can change."""
+    """Describes a run that waited for its slowest group."""
     steps = {rank.group: step_seconds(rank) for rank in run.heads}
     slow = max(steps, key=lambda group: steps[group])
     fast = min(steps, key=lambda group: steps[group])
     return [
-        f"{computed} A slower group limited this run: an inner step of group {slow} took"
-        f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}."
-        f" {waited}",
-        "No setting of the exchange changes that: at every landing the faster groups wait for the"
-        " slowest. Give the slower group smaller batches or faster devices. With equal speed"
-        f" training would be up to {steps[slow] / steps[fast]:.2f} times as fast.",
+        f"{computed} A slower group limited this run. An inner step took"
+        f" {seconds_as_text(steps[slow])} in group {slow} and {seconds_as_text(steps[fast])} in"
+        f" group {fast}. {waited}",
+        "No setting of the exchange can change this, because at every landing the faster groups"
+        " wait for the slowest group. Give the slower group smaller batches or faster devices. If"
+        f" all groups were equally fast, training would be up to {steps[slow] / steps[fast]:.2f}"
+        " times as fast.",
     ]
 
 
 def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
-    """Formats the advice, or the reason why there is none."""
+    """Formats the advice or the reason why there is no advice."""
     if link is None:
         return (
-            "The link's speed is unknown: all messages had arrived before a rank began to wait for"
-            " them, so the planner cannot say what to change."
+            "The speed of the link is unknown, because all messages arrived before a rank started"
+            " to wait for them. Therefore, the planner cannot recommend a change."
         )
     if advice is None:
-        return "The planner cannot say what to change: it knows compressions only by name."
+        return "The planner cannot recommend a change, because the run used a custom compression."
     if not advice.changes and advice.now >= TARGET:
         return (
-            "On a steady link of that rate the planner expects a compute utilisation of"
-            f" {advice.now:.1%} with these settings: the link or the inner steps were uneven. A"
-            " larger overlap_steps hides more of that."
+            "On a steady link of this rate, the planner expects a compute utilisation of"
+            f" {advice.now:.1%} with these settings, so the link or the inner steps must have been"
+            " uneven. A larger overlap_steps hides more of these variations."
         )
     if not advice.changes:
-        return "The planner knows no settings that would gain much: you need a faster link."
+        return "The planner found no settings that would help much. A faster link is needed."
     return (
-        f"Set {_changes_as_text(advice)}. The planner expects a compute utilisation of {advice.then:.1%} with it,"
-        f" and {advice.now:.1%} with the current settings, counting on {MARGIN:.0%} of the measured"
-        " bandwidth."
+        f"Set {_changes_as_text(advice)}. With this change, the planner expects a compute"
+        f" utilisation of {advice.then:.1%}, compared with {advice.now:.1%} for the current"
+        f" settings, if {MARGIN:.0%} of the measured bandwidth is available."
     )
 
 
@@ -399,7 +396,7 @@ def _changes_as_text(advice: Advice) -> str:
 
 
 def _conclusion(run: Run, limit: str, share: float, advice: Advice | None) -> str:
-    """Judges the run in a few words: good, or what is too slow and what to change."""
+    """Formats a short conclusion with the bottleneck and the recommended change."""
     if limit == "alone" and run.heads[0].about.get("site") is None:
         return "nothing to judge, because there is one worker group"
     if share >= TARGET:
@@ -407,41 +404,42 @@ def _conclusion(run: Run, limit: str, share: float, advice: Advice | None) -> st
     if limit == "alone":
         return f"this site waited for {1 - share:.1%} of the time"
     if limit == "groups":
-        return "one group is too slow: give it smaller batches or faster devices"
+        return "one group is too slow and needs smaller batches or faster devices"
     slow = "the link is too slow" if limit == "link" else "the background is too slow"
     if advice is None:
-        return f"{slow}, and the planner cannot say what to change"
+        return f"{slow}, and the planner cannot recommend a change"
     if advice.changes:
         return f"{slow}: set {_changes_as_text(advice)}"
     if advice.now >= TARGET:
         return "the link or the inner steps are uneven: set a larger overlap_steps"
-    return f"{slow}, and no setting would gain much"
+    return f"{slow}, and no setting would help much"
 
 
 def _agreement_as_text(run: Run) -> list[str]:
-    """Describes the outer gradients that were left out, and how closely the last ones agreed."""
+    """Describes excluded outer gradients and how closely the groups agreed in the last round."""
     landings = landings_in_training(run.heads[0])
     sentences = []
     left_out = sum(len(landing.left_out) for landing in landings)
     outlying = sum(len(landing.outlying) for landing in landings)
     if left_out or outlying:
         sentences.append(
-            f"Of all outer gradients, {left_out} were left out of a mean because they were not"
-            f" finite, and {outlying} because outlier_guard found them too long."
+            f"Of all outer gradients, {left_out} were excluded from a mean because they were not"
+            f" finite, and {outlying} because their norm exceeded the limit of outlier_guard."
         )
     wrong_buffers = sum(len(landing.wrong_buffers) for landing in landings)
     if wrong_buffers:
         sentences.append(
-            f"Buffers were left out {wrong_buffers} times because outlier_guard found them too"
-            " large."
+            f"Buffers were excluded {wrong_buffers} times because they exceeded the limit of"
+            " outlier_guard."
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine = sum(last) / len(last)
         unrelated = (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their"
-            f" mean, on average; unrelated directions have {unrelated:.2f}, and equal ones 1."
+            "In the last round, the cosine between the groups' outer gradients and their mean was"
+            f" {cosine:.2f} on average. The cosine would be {unrelated:.2f} for unrelated"
+            " directions and 1 for equal directions."
         )
     return sentences
 
@@ -454,14 +452,14 @@ def seconds_as_text(seconds: float) -> str:
 
 
 Curve = list[tuple[float, float]]
-"""The points of a line."""
+"""The points of a line in a picture."""
 
 _BARS = 240
-"""The maximum number of intervals that are drawn."""
+"""The maximum number of time intervals for which rates are drawn."""
 
 
 def overlap(first: Span, second: Span) -> float:
-    """Returns how many seconds two spans overlap.
+    """Returns the number of seconds for which two spans overlap.
 
     >>> overlap((0, 3), (2, 5)), overlap((0, 1), (2, 3))
     (1, 0.0)
@@ -475,9 +473,7 @@ def trained(rank: Rank) -> Span:
 
 
 def landings_in_training(rank: Rank) -> list[LandingRecord]:
-    """Returns the landings that training may have waited for: all except those after the last
-    step.
-    """
+    """Returns all landings that training may have waited for, up to the last inner step."""
     until = trained(rank)[1]
     return [
         landing
@@ -491,7 +487,7 @@ def step_seconds(rank: Rank) -> float:
 
 
 def utilisation(rank: Rank) -> float:
-    """Returns the share of the time in which training did not wait for a fragment."""
+    """Returns the share of time during which training did not wait for a fragment."""
     began, ended = trained(rank)
     waited = sum(landing.seconds("wait") for landing in landings_in_training(rank))
     if ended <= began:
@@ -500,7 +496,7 @@ def utilisation(rank: Rank) -> float:
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:
-    """Returns the utilisation of each round at its end, in seconds since ``zero``."""
+    """Returns the utilisation of each round at the time of its end, in seconds since ``zero``."""
     sync_every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
     ends = [rank.steps[0].span[0]]
@@ -516,9 +512,7 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landing: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, from this rank's record: the transfer and the second
-    hop.
-    """
+    """Returns the spans in which this rank recorded that a fragment was on the link."""
     hops = [landing.spans[name] for name in ("transfer", "relay") if name in landing.spans]
     return hops or [landing.spans["flight"]]
 
@@ -529,7 +523,7 @@ def exchange_of(run: Run) -> str | None:
 
 
 def in_background(landing: LandingRecord) -> list[Span]:
-    """Returns when the background worked on a fragment: encoding, decoding and outer step."""
+    """Returns the spans of background work on a fragment, such as encoding and decoding."""
     spans = landing.spans
     parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
     if "relay" in spans:
@@ -539,7 +533,7 @@ def in_background(landing: LandingRecord) -> list[Span]:
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """Returns the Gbit/s that the ranks of a group sent together in every quarter of a round."""
+    """Returns the total sending rate of a group in Gbit/s, for every quarter of a round."""
     landings = [landing for rank in ranks for landing in rank.landings if landing.bytes_sent]
     if not landings:
         return []
@@ -556,7 +550,7 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
 
 
 def _bits_within(bar: Span, landings: Sequence[LandingRecord]) -> float:
-    """Returns the bits sent in a span, assuming each flight sent evenly from launch to arrival."""
+    """Returns the bits sent in a span, assuming a constant rate from launch to arrival."""
     bits = []
     for landing in landings:
         launch = landing.spans["flight"][0]
@@ -580,9 +574,7 @@ def bytes_sent(run: Run) -> dict[int, int]:
 
 
 def cosines_of(run: Run) -> dict[int, Curve]:
-    """Returns each group's cosine with the mean over the inner steps, averaged over the fragments
-    of a round.
-    """
+    """Returns the cosine between each group and the mean, averaged over each round."""
     head = run.heads[0]
     landings = landings_in_training(head)
     curves: dict[int, Curve] = {}
@@ -600,9 +592,7 @@ def cosines_of(run: Run) -> dict[int, Curve]:
 
 
 def norms_of(run: Run) -> dict[int | None, Curve]:
-    """Returns the norm of the outer gradient of each group, and of the mean (None), by whole
-    rounds.
-    """
+    """Returns the norms of the outer gradients of each group and of the mean (None), by round."""
     head = run.heads[0]
     landings = landings_in_training(head)
     steps = [float(landing.landed_at) for landing in landings]
@@ -623,7 +613,7 @@ def norms_of(run: Run) -> dict[int | None, Curve]:
 
 
 def averaged(points: list[tuple[float, float]], count: int) -> Curve:
-    """Averages a number of points at a time and puts each mean at the position of the last one.
+    """Averages every ``count`` points and puts each mean at the position of the last point.
 
     >>> averaged([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]
@@ -643,10 +633,10 @@ _ROUNDS = 2
 """The number of rounds whose flights are drawn."""
 
 _GROUPS = 4
-"""The maximum number of groups, beginning with the first, whose flights are drawn."""
+"""The maximum number of groups whose flights are drawn."""
 
 _POINTS = 1000
-"""The maximum number of points on a line; beyond that, means of neighbouring points are drawn."""
+"""The maximum number of points on a line before neighbouring points are averaged."""
 
 
 def color_of(group: int, theme: Theme) -> str:
@@ -658,7 +648,7 @@ def _axes(figure: "Figure", x: str, y: str, place: int = 111) -> "Axes":
 
 
 def _line(axes: "Axes", points: Curve, **style: StyleValue) -> None:
-    """Draws a curve; one with many points is averaged first, and a single point is a dot."""
+    """Draws a curve. If there are many points, neighbouring points are averaged first."""
     if not points:
         return
     x, y = zip(*averaged(points, -(-len(points) // _POINTS)), strict=True)
@@ -676,7 +666,7 @@ def _legend(axes: "Axes") -> None:
 
 
 def _smoothed(points: Curve) -> Curve:
-    """Averages the last twentieth of all points up to each point, at most fifty."""
+    """Smooths a curve with a moving average over a twentieth of all points, at most 50."""
     width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
     curve = []
@@ -687,7 +677,7 @@ def _smoothed(points: Curve) -> Curve:
 
 
 def draw_losses(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws each group's training losses, and validation losses as dots."""
+    """Draws the training losses of each group, and validation losses as dots."""
     axes = _axes(figure, "inner step", "loss")
     for head in run.heads:
         color = color_of(head.group, theme)
@@ -706,7 +696,7 @@ def draw_losses(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws each group's compute utilisation over time, round by round."""
+    """Draws the compute utilisation of each group in every round."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for head in run.heads:
         curve = utilisation_over_time(head, run.began)
@@ -717,7 +707,7 @@ def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the rate at which each group sent, and the rate that data-parallel training needs."""
+    """Draws the sending rate of each group and the rate that data-parallel training needs."""
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     axes = _axes(figure, "seconds since the first inner step", "sent by a group")
     rates = _draw_rates(axes, run, theme)
@@ -735,7 +725,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def _draw_rates(axes: "Axes", run: Run, theme: Theme) -> list[float]:
-    """Draws the rate of every group over time, in Gbit/s, and returns all rates."""
+    """Draws the sending rate of every group over time and returns all rates in Gbit/s."""
     rates: list[float] = []
     for head in run.heads:
         ranks = [rank for rank in run.ranks if rank.group == head.group]
@@ -760,11 +750,11 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
     "in the background": (0.55, in_background),
     "on the link": (1.0, on_the_link),
 }
-"""The parts of a flight by name: the opacity and the time of each."""
+"""The opacity and the spans for each part of a flight."""
 
 
 class _Bars(NamedTuple):
-    """Spans of one row that are drawn alike."""
+    """Spans in one row that are drawn in the same style."""
 
     spans: Sequence[Span]
     color: str
@@ -773,9 +763,7 @@ class _Bars(NamedTuple):
 
 
 def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the last rounds: inner steps and waits of every group, and the flights of its
-    fragments below.
-    """
+    """Draws the inner steps, waits and flights of every group in the last rounds."""
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
     # Steps are drawn slightly apart, so that each one can be seen.
@@ -794,7 +782,7 @@ def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) -> None:
-    """Draws the spans that overlap the shown one, in seconds since ``zero``."""
+    """Draws the spans that are visible, in seconds since ``zero``."""
     visible = [span for span in bars.spans if span[1] > shown[0] and span[0] < shown[1]]
     widths = [(began - zero, ended - began) for began, ended in visible]
     place = row - bars.height / 2, bars.height
@@ -802,7 +790,7 @@ def _draw_bars(axes: "Axes", row: int, bars: _Bars, shown: Span, zero: float) ->
 
 
 def _draw_legend_of_flights(axes: "Axes", theme: Theme) -> None:
-    """Draws a bar of zero width for each entry of the legend."""
+    """Draws a bar of zero width for each legend entry."""
     axes.barh([0], [0], color=theme.quiet, alpha=1.0, label="inner step")
     axes.barh([0], [0], color=theme.line(1), alpha=1.0, label="waits")
     for name, (alpha, _) in _SHADES.items():
@@ -810,7 +798,7 @@ def _draw_legend_of_flights(axes: "Axes", theme: Theme) -> None:
 
 
 def _last_rounds(run: Run) -> Span:
-    """Returns when the last rounds began, and when the last fragment had landed."""
+    """Returns the start of the last rounds and the time of the last landing."""
     steps = run.heads[0].steps
     sync_every = int(run.ranks[0].about["settings"]["sync_every"])
     landed = [landing.spans["land"][1] for rank in run.ranks for landing in rank.landings]
@@ -819,7 +807,7 @@ def _last_rounds(run: Run) -> Span:
 
 
 def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_Bars]]]:
-    """Yields the rows of a group by label: its inner steps with its waits, then its fragments."""
+    """Yields a labelled row for a group's inner steps and waits and for each of its fragments."""
     steps = [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps]
     waits = [landing.spans["wait"] for landing in head.landings]
     yield head.name, [_Bars(steps, theme.quiet, 0.45, 0.8), _Bars(waits, theme.line(1), 1, 0.8)]
@@ -834,7 +822,7 @@ def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_
 
 
 def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws how closely the groups' outer gradients agree in direction and length."""
+    """Draws how closely the outer gradients of the groups agree in direction and norm."""
     cosines = cosines_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
     if cosines:
@@ -854,9 +842,7 @@ def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_sites(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the rounds in which each site counted, as seen by one site, and when that site was
-    started.
-    """
+    """Draws the rounds in which each site counted and the starts of the recording site."""
     head = run.heads[0]
     sites = sorted({site for landing in head.landings for site in landing.sites})
     axes = _axes(figure, "seconds since the first inner step", "")
@@ -890,51 +876,51 @@ PICTURES: Mapping[str, Picture] = {
     "losses": Picture(
         draw_losses,
         "Losses",
-        "Training loss of each group, on its own batches and its local parameters: pale as"
-        " measured, strong smoothed. Dots are validations.",
+        "The training loss of each group, measured on its own batches with its local parameters."
+        " Pale lines are measured values, strong lines are smoothed, and dots are validations.",
     ),
     "utilisation": Picture(
         draw_utilisation,
         "Compute utilisation",
-        "Share of each round (sync_every inner steps) in which training did not wait for a"
+        "The share of each round (sync_every inner steps) during which training did not wait for a"
         " fragment.",
     ),
     "bandwidth": Picture(
         draw_bandwidth,
         "Bandwidth between groups",
-        "What each group sent, in every quarter of a round, spread evenly from a launch to the"
-        " arrival of all messages. The dashed line is what a ring all-reduce of all gradients at"
-        " every step would have needed, at the same speed.",
+        "The rate at which each group sent data in every quarter of a round, assuming a constant"
+        " rate from a launch to the arrival of all messages. The dashed line is the rate that a"
+        " ring all-reduce of all gradients in every step would have required at the same training"
+        " speed.",
     ),
     "flights": Picture(
         draw_flights,
         "Fragments in flight, at the end of the run",
-        "The first groups, at most four. A group's first row shows its inner steps, and where it"
-        " waited. Below, each flight of its fragments from launch to result: strong while on the"
-        " link, the second hop included; weaker while it is encoded, decoded or stepped; pale"
-        " while it is queued. Each rank uses its own clock.",
+        "At most four groups are shown. The first row of a group shows its inner steps and its"
+        " waiting times. The rows below show each flight of its fragments from launch to result."
+        " Strong colors mean that the fragment is on the link, weaker colors mean encoding,"
+        " decoding or the outer step, and pale colors mean that the fragment is queued. Each rank"
+        " uses its own clock.",
     ),
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
-        "Cosine of each group's outer gradient with the mean, averaged over the fragments of a"
-        " round; and the norm of the outer gradient of all fragments. A curve far from the others"
-        " shows a group that trains on different data.",
+        "The cosine between the outer gradient of each group and the mean, averaged over the"
+        " fragments of a round, and the norm of the outer gradient of all fragments. If one curve"
+        " is far from the other curves, that group trains on different data.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "As seen by this site: a mark for each fragment round in which a site counted, at the time"
-        " of its landing here. A site without marks has died, left, or been late.",
+        "Each mark is a round of a fragment in which a site counted, at the time of its landing on"
+        " this site. A site without marks has failed, left, or been late.",
     ),
 }
-"""The pictures, by the names of their files."""
+"""The pictures by file name."""
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that apply to a run; a single site has no record of how all sites
-    agree.
-    """
+    """Returns the names of the pictures that apply to a run."""
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
@@ -969,7 +955,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 def page(
     title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]
 ) -> str:
-    """Returns the report as a single HTML page that includes its style and pictures."""
+    """Creates the report as a self-contained HTML page."""
     tiles = [
         f'<div class="tile"><b>{escape(number)}</b><span>{escape(label)}</span></div>'
         for number, label in _tiles(run, verdict)
@@ -995,7 +981,7 @@ def page(
 
 
 def _described(run: Run) -> str:
-    """Describes model, groups and settings in one line."""
+    """Describes the model, the groups and the settings on one line."""
     first = run.ranks[0]
     about = first.about
     settings = about["settings"]
@@ -1011,7 +997,7 @@ def _described(run: Run) -> str:
 
 
 def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
-    """Returns the numbers at the top of the page, each with its label."""
+    """Returns the numbers for the top of the page with their labels."""
     steps = max(len(rank.steps) for rank in run.ranks)
     sent = max(bytes_sent(run).values())
     tiles = [
@@ -1028,7 +1014,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _table_of_ranks(run: Run) -> str:
-    """Formats one row per rank, below a row of headers."""
+    """Formats a table with a header row and one row per rank."""
     names = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
     rows = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"]
     for rank in run.ranks:
@@ -1047,7 +1033,7 @@ def _table_of_ranks(run: Run) -> str:
 
 
 def _figure(picture: Picture, themes: Mapping[str, bytes]) -> str:
-    """Embeds a picture for light and dark pages, below its title and caption."""
+    """Embeds a picture for light and dark pages with its title and caption."""
     urls = {
         theme: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
         for theme, svg in themes.items()

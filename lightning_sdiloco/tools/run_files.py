@@ -1,9 +1,10 @@
-"""Reads the records of a `StreamingDiLoCoMonitor` as a `Run`, and turns it into a trace.
+"""Reads the records of a `StreamingDiLoCoMonitor` and converts them to a trace.
 
-[Note: clocks] Every rank records times on its own clock, and the clocks of hosts differ. But a
-flight does not end on any rank before all groups that count in it have launched it. So each flight
-gives a lower and an upper bound on how far a clock is ahead of rank 0's. A clock that may be right
-is not changed; any other is set to the middle of the bounds.
+[Note: clocks] Every rank records times on its own clock, and the clocks of hosts differ. However, a
+flight never ends on a rank before all groups that count in it have launched the fragment. Each
+flight therefore gives a lower and an upper bound for the difference between a clock and rank 0's
+clock. If the bounds allow a difference of zero, the clock is not changed. Otherwise, the clock is
+corrected by the mean of the bounds.
 """
 
 import json
@@ -30,7 +31,7 @@ class Step(NamedTuple):
 
 
 class LandingRecord(NamedTuple):
-    """A recorded landing; most fields are those of `lightning_sdiloco.Landing`."""
+    """A recorded landing, with most of the fields of `lightning_sdiloco.Landing`."""
 
     fragment: int
     launched_at: int
@@ -52,14 +53,14 @@ class LandingRecord(NamedTuple):
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":
-        """Reads a line written by a clock that is ahead by this many seconds."""
+        """Reads a line with times from a clock that is ``ahead`` seconds ahead."""
         fields = {name: line[name] for name in LandingRecord._fields if name in line}
         spans = {name: _set_back(span, ahead) for name, span in line["spans"].items()}
         return LandingRecord(**{**fields, "spans": spans})
 
     @property
     def exchange(self) -> str:
-        """The exchange that ran; only two-shot has a second hop."""
+        """The exchange that was used. Only a two-shot exchange has a second hop."""
         return "two_shot" if "relay" in self.spans else "gather"
 
     def seconds(self, name: str) -> float:
@@ -75,7 +76,7 @@ class Validation(NamedTuple):
 
 @dataclass
 class Rank:
-    """One rank's record; times are in seconds since 1970 on its own clock; see [Note: clocks]."""
+    """The record of a rank, with times in seconds since 1970; see [Note: clocks]."""
 
     rank: int
     about: Numbers
@@ -97,7 +98,7 @@ class Rank:
         return f"group {self.group}" if site is None else str(site)
 
     def add(self, line: Line, ahead: float) -> None:
-        """Adds a line written by a clock that is ahead by this many seconds."""
+        """Adds a line with times from a clock that is ``ahead`` seconds ahead."""
         kind = line["kind"]
         step = line.get("step", 0)
         if kind == "start":
@@ -134,9 +135,7 @@ class Run(NamedTuple):
 
 
 def records_in(folder: str | Path) -> Path:
-    """Returns the folder of the records: the given one, its ``sdiloco``, or its newest
-    ``version_N``.
-    """
+    """Finds the records in a folder, its subfolder ``sdiloco``, or its newest ``version_N``."""
     places = [Path(folder), Path(folder) / "sdiloco"]
     versions: list[Path] = []
     for pattern in ("version_*", "lightning_logs/version_*"):
@@ -148,14 +147,14 @@ def records_in(folder: str | Path) -> Path:
         if any(place.glob("rank_*.jsonl")):
             return place
     raise ValueError(
-        f"{folder} contains no records (rank_00000.jsonl and so on). Give the folder that a"
-        " StreamingDiLoCoMonitor wrote: add one to the trainer's callbacks; by default it writes"
-        " into sdiloco in the logger's folder."
+        f"{folder} contains no records (rank_00000.jsonl and so on). Pass a folder that a"
+        " StreamingDiLoCoMonitor has written. To record a run, add the monitor to the trainer's"
+        " callbacks. By default, records are written to sdiloco in the logger's folder."
     )
 
 
 def read_run(folder: str | Path) -> Run:
-    """Reads the records in a folder, or in the one that `records_in` finds for it."""
+    """Reads the records in a folder or in a subfolder that `records_in` finds."""
     place = records_in(folder)
     records = [_parts_of(path) for path in sorted(place.glob("rank_*.jsonl"))]
     records = [parts for parts in records if parts]
@@ -163,13 +162,14 @@ def read_run(folder: str | Path) -> Run:
     ranks = [rank for rank in ranks if rank.steps]
     if not ranks:
         raise ValueError(
-            f"The records in {place} contain no inner step: the run ended before its first one."
+            f"The records in {place} contain no inner steps, because the run ended before the first"
+            " inner step."
         )
     return Run(ranks)
 
 
 def _parts_of(path: Path) -> list[list[Line]]:
-    """Returns the lines of a record, in one part per start or resume of the run."""
+    """Returns the lines of a record, divided at each start or resume of the run."""
     lines: list[Line] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):  # from the last line of a killed process
@@ -179,9 +179,7 @@ def _parts_of(path: Path) -> list[list[Line]]:
 
 
 def _read_rank(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
-    """Reads the record of a rank; at each start of the run, its clock is corrected by another
-    rank's.
-    """
+    """Reads the record of a rank and corrects its clock at each start of the run."""
     rank = Rank(parts[0][0]["rank"], parts[0][0])
     for number, part in enumerate(parts):
         ahead = 0.0
@@ -193,7 +191,7 @@ def _read_rank(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> 
 
 
 def _seconds_ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
-    """Returns how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
+    """Returns the seconds by which a rank's clock is ahead of the reference; see [Note: clocks]."""
     least = float("-inf")
     most = float("inf")
     flight = itemgetter("fragment", "launched_at", "final")
@@ -230,7 +228,7 @@ def write_timeline(path: str | Path, run: Run) -> None:
 
 
 def merge(folder: str, path: str) -> int:
-    """Writes the timeline of the records in a folder; returns the number of ranks in it."""
+    """Writes the timeline of the records in a folder and returns the number of ranks."""
     run = read_run(folder)
     write_timeline(path, run)
     return len(run.ranks)
@@ -259,14 +257,14 @@ def _names_of_rows(rank: Rank) -> Iterator[Event]:
 
 
 class _RankTrace:
-    """The events of a rank, with times in microseconds since the run began."""
+    """The trace events of a rank, with times in microseconds since the start of the run."""
 
     def __init__(self, rank: Rank, began: float) -> None:
         self._rank = rank
         self._began = began
 
     def events(self, numbers: Iterator[int]) -> Iterator[Event]:
-        """Yields all events. Each flight gets a number that no other rank uses."""
+        """Yields all events. Each flight gets a number that is unique across ranks."""
         for step in self._rank.steps:
             yield self._piece("step", _TRAINING, step.span, step=step.step)
         for validation in self._rank.validations:
@@ -311,9 +309,7 @@ class _RankTrace:
 
 
 def changes(rank: Rank) -> Iterator[tuple[float, str]]:
-    """Yields the times at which a rank of a site saw other sites come and go, with a text for each
-    change.
-    """
+    """Yields the times at which sites join or leave, as seen by one site, with descriptions."""
     if rank.about.get("site") is None:
         return
     for moment, step in rank.starts:

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco schedule``, which prints after which inner steps fragments launch and land."""
+"""Runs ``sdiloco schedule``, which prints a table of launches and landings."""
 
 from lightning_sdiloco.algorithm.config import Settings, overlap_for
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
@@ -14,18 +14,18 @@ def schedule(
     dense_rounds: int = 0,
     dense_sync_every: int = 4,
 ) -> str:
-    """Print after which inner steps fragments launch and land.
+    """Print the inner steps after which fragments launch and land.
 
     Args:
-        sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as
-            many as fit into shorter rounds.
+        sync_every: Number of inner steps between two launches of the same fragment.
+        overlap_steps: Number of inner steps between the launch of a fragment and its landing. The
+            default is 5, or fewer in short rounds.
         fragments: Number of fragments.
-        first: First inner step of the table.
-        last: Last inner step of the table. By default the table shows two rounds.
-        dense_rounds: Rounds of the dense beginning, if the run has one.
-        dense_sync_every: Inner steps between two launches of the same fragment in the dense
-            beginning.
+        first: First inner step shown in the table.
+        last: Last inner step shown in the table. By default, the table shows two rounds.
+        dense_rounds: Number of rounds of the dense beginning, if the run has one.
+        dense_sync_every: Number of inner steps between two launches of the same fragment in the
+            dense beginning.
 
     Examples:
         $ sdiloco schedule --sync-every 20 --overlap-steps 5 --fragments 4
@@ -47,5 +47,5 @@ def schedule(
     shown = settings.schedule_of(fragments)
     if last is None:
         last = first + shown.dense_steps + 3 * sync_every - 2 + overlap_steps
-    require(last >= first, "last", last, f"at least {first}, which is the first")
+    require(last >= first, "last", last, f"at least {first}, the first step")
     return shown.table(first, last)

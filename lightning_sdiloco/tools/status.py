@@ -1,6 +1,4 @@
-"""Runs ``sdiloco status``, which shows a live table of the sites, their progress, and the open
-rounds.
-"""
+"""Runs ``sdiloco status``, which shows a live table of sites, their progress and open rounds."""
 
 import io
 import json as codec
@@ -21,12 +19,12 @@ _EVERY = 1.0  # seconds between updates
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show a run's sites and fragments: as a live table on a terminal, until Ctrl-C; otherwise
-    once.
+    """Show the sites and fragments of a run. On a terminal, the table is updated until Ctrl-C is
+    pressed.
 
     Args:
-        options: Which hub to ask, and in which role: a reader, or any other role with keys.
-        json: Print JSON once, instead of a table.
+        options: Options for the connection to the hub. A reader or any other role with keys may view the status.
+        json: Print JSON once instead of a table.
 
     Examples:
         $ sdiloco status --hub a.example:29400 --keys reader.bundle
@@ -47,7 +45,7 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: Status) -> Group:
-    """Shows the run in two tables, or the sites still missing if it has not been founded yet."""
+    """Shows the run in two tables, or the missing sites if the run is not founded yet."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -115,7 +113,7 @@ def _table_of_fragments(fragments: list[Status]) -> Table:
 
 
 def printed(status: Status) -> str:
-    """Renders the tables as text, for output that is not a terminal."""
+    """Renders the tables as text for output that is not a terminal."""
     text = io.StringIO()
     Console(file=text, width=140, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")

@@ -625,7 +625,7 @@ def assert_reported(expected: Restart, ranks: list[tuple[Trained, str]]) -> None
     counts = [warnings.count("cannot be resumed exactly") for _, warnings in ranks]
     assert counts == [1, *[0] * (expected.ranks - 1)], "said once"
     warning = ranks[0][1]
-    assert f"Flights lost so far: {expected.lost_flights}" in warning
+    assert f"Number of flights lost so far: {expected.lost_flights}" in warning
     assert f"fresh inner optimizer: {expected.fresh_groups}" in warning
     assert expected.change in warning
 

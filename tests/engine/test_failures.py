@@ -483,7 +483,7 @@ def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
     assert "Timed out waiting 2000ms" in in_group.error
     between_groups = fitted(2, 1, pause, place="on_train_epoch_start")[0]
     assert "Timed out waiting 2000ms" in between_groups.error
-    waited = "This rank, of worker group 0, waited for all others at ('here',)"
+    waited = "This rank, which belongs to worker group 0, waited for all other ranks at ('here',)"
     assert waited in between_groups.error
 
 

@@ -92,7 +92,7 @@ class HubProcess(subprocess.Popen[str]):
         command += ["--ledger", str(world.folder / "hub.sqlite"), *options]
         super().__init__(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.greeting = self.read_line()
-        world.port = int(self.greeting.split("port ")[1].split(":")[0])
+        world.port = int(self.greeting.split("port ")[1].split(".")[0])
         world.service = self  # type: ignore[assignment]
 
     def read_line(self) -> str:
@@ -118,9 +118,9 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
 ) -> None:
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
     hub = HubProcess(world, "--sites", "2", *metrics)
-    assert "it is waiting for 2 sites to found the run" in hub.greeting
+    assert "The hub is waiting for 2 sites to found the run" in hub.greeting
     if metrics:
-        port = int(hub.read_line().split("port ")[1].split(",")[0])
+        port = int(hub.read_line().split("port ")[1].split(".")[0])
         missing_sites = f'sdiloco_missing_sites{{run="{RUN}"}} 2.0'
         assert missing_sites in read_page(port, "metrics", 60)
     world.join("a", "b")
@@ -138,7 +138,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
         # Killed at any moment: records that it had told are there, or a site would refuse it;
         # others are sent again.
         hub = HubProcess(world)
-        assert "it continues after" in hub.greeting
+        assert "The run continues after" in hub.greeting
     world.more(2)
     # A hub that was started again learns from the next heartbeat of a site whether it follows.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
@@ -153,7 +153,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
     cases = [
         (["amend", "--lease=-1", *world.options_of("boss")], "lease is not a finite number"),
         (["amend", "--quorum=0", *world.options_of("boss")], "quorum=0 is out of range"),
-        (["amend", *world.options_of("boss")], "Give at least one change"),
+        (["amend", *world.options_of("boss")], "Specify at least one change"),
         (["amend", "--grace=1", *world.options_of("viewer")], "may not call amend"),
         (["end", *world.options_of("viewer")], "a reader may not call end"),
     ]
@@ -163,7 +163,7 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
     world.require_agreement()
     for site in world.sites.values():
         site.connection.leave()
-    assert "rerun the same command" in hub.end(signal.SIGTERM)
+    assert "run the same command again" in hub.end(signal.SIGTERM)
 
 
 def test_missing_options_files_and_packages_are_named(
@@ -172,11 +172,11 @@ def test_missing_options_files_and_packages_are_named(
     monkeypatch.chdir(tmp_path)
     new = ["hub", "--run", "r", "--insecure", "--sites", "1"]
     for command, message in (
-        (["hub"], "give its name"),
+        (["hub"], "The name of the run is missing"),
         (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
         ([*new, "--ledger", "etcd://a:2379/r"], "but a run has one hub"),
-        (["status"], "Give the hub's address"),
+        (["status"], "The hub's address is missing"),
         (
             ["status", "--hub", "/mnt/run", "--run", "r", "--insecure"],
             "hub='/mnt/run' is a folder or bucket",
@@ -185,8 +185,8 @@ def test_missing_options_files_and_packages_are_named(
             ["doctor", "--hub", "s3://bucket/run", "--insecure"],
             "hub='s3://bucket/run' is a folder or bucket",
         ),
-        (["doctor", "--hub", "127.0.0.1:1"], "Give the keys"),
-        (["hub", "end", "--hub", "127.0.0.1:1"], "Give the run's name"),
+        (["doctor", "--hub", "127.0.0.1:1"], "Pass the keys of a site"),
+        (["hub", "end", "--hub", "127.0.0.1:1"], "The name of the run is missing"),
     ):
         assert message in refused(*command)
         assert not os.listdir(tmp_path)
@@ -195,7 +195,7 @@ def test_missing_options_files_and_packages_are_named(
     options = ["--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0"]
     with pytest.warns(UserWarning, match="without TLS"):
         ended = ran(*new, *options)
-    assert "Metrics need prometheus_client" in ended.err
+    assert "Metrics require prometheus_client" in ended.err
     assert ended.code
 
 
@@ -357,7 +357,7 @@ def test_the_doctor_reports_identity_run_distance_of_the_hub_and_obstacles(
     report = examined(*options, "--run", "run-2", code=1)
     assert "These keys are for run 'run-1', not for run='run-2'" in report["findings"][-1]["found"]
     report = examined(*at_hub, "--insecure", "--run", RUN, code=1)
-    assert "a hub with keys refuses calls without" in report["hub"]["fix"]
+    assert "A hub with keys refuses calls without" in report["hub"]["fix"]
     world.join("a")
     world.run(lambda: hub.coordinator.status()["founded"])
     check_report_of_a_running_hub(world, options)

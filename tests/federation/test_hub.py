@@ -340,7 +340,7 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
     first.mkdir()
     world.found_run("a", "b", "c", rounds=3, ledger=first / "hub.sqlite", backups=copy)
     answer = told("hub", "backup", *world.options_of("boss"))
-    assert f"records are in {copy}, on the hub's machine" in answer
+    assert f"records were copied to {copy} on the hub's machine" in answer
     world.more(1)
     # Later ones take the place of earlier ones, and hold nothing that is of no use.
     told("hub", "backup", *world.options_of("boss"))

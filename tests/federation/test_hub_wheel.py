@@ -132,7 +132,7 @@ def port_of(hub: subprocess.Popen[str]) -> int:
     """Reads the log of a hub up to its greeting."""
     assert hub.stdout is not None
     for line in hub.stdout:
-        match = re.search(r"is listening on port (\d+): it is waiting for 2 sites", line)
+        match = re.search(r"is listening on port (\d+)\. The hub is waiting for 2 sites", line)
         if match is not None:
             return int(match[1])
     raise AssertionError("the hub has ended")

@@ -142,6 +142,6 @@ def test_gradients_of_a_contrastive_loss_match_ddps_over_the_ranks_of_the_group(
         warnings = [text for text in messages if "all_gather" in text]
         assert len(warnings) == (1 if rank == 0 else 0)
         for warning in warnings:
-            assert "over the ranks of the worker group (here 2)" in warning
+            assert "over the 2 ranks of the worker group" in warning
 
     run_processes(require_gradients_of_ddp, 4)

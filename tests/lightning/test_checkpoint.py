@@ -647,7 +647,7 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
             assert state["engine"]["counts"]["inner_steps"] == 14
             assert not (folder / "manifest.json").exists()
         text = "".join(messages)
-        assert "It cannot be resumed" in text
+        assert "Training cannot resume from this state" in text
         assert f"Resume from {tmp_path}/last.ckpt." in text
 
 

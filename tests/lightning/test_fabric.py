@@ -290,8 +290,8 @@ def test_second_models_and_late_steps_of_one_strategy_are_refused(
     for model, optimizer in two_models:
         unused.backward(model(torch.ones(2, 5)).sum())
         message = refusal(optimizer.step)
-        assert "One strategy trains one model" in message
-        assert "put the networks into one nn.Module" in message
+        assert "A strategy trains a single model" in message
+        assert "Combine the networks into one nn.Module" in message
     fabric, net, optimizer = after_one_step()
     fabric.strategy.finish()
     assert "after fabric.strategy.finish" in refusal(optimizer.step, kind=RuntimeError)
@@ -301,11 +301,11 @@ def test_second_models_and_late_steps_of_one_strategy_are_refused(
     assert fabric.strategy.report()["inner_steps"] == 1
     fabric.strategy.finish()
     synchronised = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-    assert "'1' is a SyncBatchNorm over all ranks" in refusal(fabric.setup, synchronised)
+    assert "'1' is a SyncBatchNorm layer over all ranks" in refusal(fabric.setup, synchronised)
     caplog.clear()
     after_one_step()
     gc.collect()  # it was dropped, as at the end of a script
-    warning = "ended after 1 inner steps without fabric.strategy.finish()"
+    warning = "ended after 1 inner steps without a call to fabric.strategy.finish()"
     assert (warning in caplog.text) == (rank == 0)
 
 
@@ -431,7 +431,9 @@ def test_a_model_in_training_is_not_set_up_again_without_its_optimizers(rank: in
     net = mlp(rank)
     model, optimizer = set_up(fabric, net, "sgd")
     train(fabric, optimizer, model(torch.ones(1, 5)).mean())
-    assert "Set it up again together with its optimizers" in refusal(fabric.setup_module, net)
+    assert "Set up the model again together with its optimizers" in refusal(
+        fabric.setup_module, net
+    )
 
 
 def trained_together(rank: int, world_size: int, seeds: tuple[int, ...]) -> list[dict[str, Tensor]]:

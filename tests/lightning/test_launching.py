@@ -152,8 +152,8 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     assert first.startswith("True")
     assert first != second, "the second fit starts with the weights of the first"
     (message,) = re.findall("refused (.*)", done.stdout)
-    assert "Write strategy='streaming_diloco_notebook', or give the strategy" in message
-    assert "give the strategy start_method='fork'." in message
+    assert "Set strategy='streaming_diloco_notebook', or pass" in message
+    assert "pass start_method='fork' to the strategy." in message
     assert "taken True" in done.stdout
 
 
@@ -213,7 +213,9 @@ def test_however_a_training_ends_no_process_is_left(
             os.kill(main.pid, getattr(signal, end))
     output = error_output.read_text()
     saved = [str(path) for path in tmp_path.rglob("terminated-step=*.ckpt")]
-    advised = re.findall(r"To continue from there: trainer.fit\(..., ckpt_path='(.*)'\)", output)
+    advised = re.findall(
+        r"To continue from this checkpoint, call trainer.fit\(..., ckpt_path='(.*)'\)", output
+    )
     assert len(saved) == (end == "SIGTERM")
     assert advised == saved
     assert end == "SIGTERM" or main.exitcode != 0
@@ -526,7 +528,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
 
 
 # Launches are two steps apart, and land five steps later. Only the first steps are measured.
-LONG_WAIT = r"up to 7 inner steps, about 70 s \(10 s each\)"
+LONG_WAIT = r"up to 7 inner steps or about 70 s \(10 s each\)"
 # The seconds of a step, whether SLURM runs it, and the advice.
 WAITS = (
     (0.1, True, ""),
@@ -645,7 +647,7 @@ def test_numbers_that_an_environment_refuses_are_refused() -> None:
         return refusal(trainer.fit, fits.module(), loader)
 
     for message in run_ranks(fit_alone, 2):
-        words = "2 processes are connected .* but the worker groups expect 1"
+        words = "has connected 2 processes, but the worker groups expect 1"
         assert re.search(words, message)
 
 

@@ -278,6 +278,6 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     monitor._tool = lambda name: SimpleNamespace(report=lambda folder: "")  # type: ignore[method-assign]
     monitor._attach(WandbLogger())  # type: ignore[arg-type]
     assert messages == [
-        "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco"
-        " report runs` makes it."
+        "The report was not uploaded as an artifact to WandbLogger: the server is away. To create"
+        " the report, run `sdiloco report runs`."
     ]

@@ -289,11 +289,11 @@ def test_monitors_that_ranks_do_not_share_or_that_watch_ddp_are_refused(
 def test_a_monitor_is_refused_when_it_is_made_without_a_valid_path() -> None:
     for name in ("timeline", "folder"):
         message = refusal(StreamingDiLoCoMonitor, **{name: True})
-        expected = f"{name}=True is of type bool, not a path. Give one, such as {name}='"
+        expected = f"{name}=True is of type bool, not a path. Pass a path, such as {name}='"
         assert message.startswith(expected)
         StreamingDiLoCoMonitor(**{name: Path("somewhere")})
     message = refusal(StreamingDiLoCoMonitor, diagnostics="no")
-    assert message.startswith("diagnostics='no' is neither True nor False")
+    assert message.startswith("diagnostics='no' is not a Boolean")
 
 
 # Lines about the outer optimizer
@@ -333,8 +333,8 @@ def test_the_first_line_shows_rate_and_momentum_of_any_outer_optimizer(rank: int
         trainer = fits.trainer(strategy=strategy, devices=2, max_steps=3)
         trainer.fit(fits.module(), fits.SomeBatches(rank, 4))
         train_with_fabric(StreamingDiLoCoFabricStrategy(**choices))
-        first_lines = lines_with(messages, "the first launch follows")
-        summaries = lines_with(first_lines, f", outer_optimizer={summary};")
+        first_lines = lines_with(messages, "The first launch follows")
+        summaries = lines_with(first_lines, f", outer_optimizer={summary}. ")
         assert len(summaries) == 2 * (rank == 0), messages
         warnings = lines_with(messages, f"The outer optimizer is {summary}")
         assert len(warnings) == 2 * (rank == 0) * (make is torch.optim.SGD)
@@ -395,7 +395,7 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(
     path = tmp_path / "rank_00001.jsonl"
     messages = said_by("lightning_sdiloco")
     message = refusal(read_run, tmp_path)
-    assert "contains no records (rank_00000.jsonl and so on). Give the folder" in message
+    assert "contains no records (rank_00000.jsonl and so on). Pass a folder" in message
     # The next start of the run does not suffer from half a line.
     for callbacks in ([limiting(path)], []):
         monitor = StreamingDiLoCoMonitor(folder=str(tmp_path))
@@ -739,8 +739,8 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(
 BITS = {"kbit/s": 1e3, "Mbit/s": 1e6}
 START = (
     "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4, overlap_steps=2,"
-    " outer_lr=0.75, outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends"
-    " {} bytes to {} bytes a fragment; the first launch follows inner step 4."
+    " outer_lr=0.75, outer_momentum=0.5, mixing=0.25, direction=equalised. Each rank sends"
+    " {} bytes to {} bytes per fragment. The first launch follows inner step 4."
 )
 
 
@@ -765,7 +765,7 @@ def test_one_line_lists_active_settings_and_another_the_load_of_the_link(
     largest = first.sent_bytes[-1]
     assert start == START.format(first.sent_bytes[0], largest)
     (step_seconds,) = re.findall(r"an inner step takes (\S+) s", load)
-    ((window, rate, unit),) = re.findall(r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", load)
+    ((window, rate, unit),) = re.findall(r"leaves (\S+) s .* carry (\S+) ([kM]bit/s)", load)
     assert float(window) == pytest.approx(2 * float(step_seconds), rel=0.02)
     # All four fragments in four steps are more than the largest in two.
     assert float(rate) * BITS[unit] >= 8 * largest / float(window) * 0.98

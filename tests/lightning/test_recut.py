@@ -246,5 +246,5 @@ def test_a_checkpoint_of_a_validation_that_replaced_the_baseline_warns(tmp_path:
         validation_step=lambda self, batch, index: None,
     )
     assert_alike(trained)
-    words = "This checkpoint is saved after parameters were replaced"
+    words = "This checkpoint was saved after parameters were replaced"
     assert trained[0].messages_that_begin(words)

@@ -198,16 +198,16 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"ddp_kwargs": {"foo": 1}},
-        "ddp_kwargs contains 'foo', which DistributedDataParallel does not accept. It has  ..."
+        "ddp_kwargs contains 'foo', which DistributedDataParallel does not accept. The accepted arguments are  ..."
         " static_graph",
     ),
     (
         {"ddp_kwargs": "foo"},
-        "ddp_kwargs='foo' is of type str ... must be a dictionary ... Write ddp_kwargs=",
+        "ddp_kwargs='foo' is of type str ... must be a dictionary ... pass ddp_kwargs=",
     ),
     (
         {"ddp_kwargs": {"process_group": object()}},
-        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove it"
+        "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Remove this argument"
         " ... worker_groups",
     ),
     *(
@@ -219,28 +219,28 @@ OF_STRATEGIES: Table = [
     ),
     (
         {"start_method": "Fork"},
-        "='Fork' is unknown ... 'popen' ... 'spawn', 'fork', or 'forkserver' ... Choose one",
+        "='Fork' is unknown. Choose 'popen' ... 'spawn', 'fork', or 'forkserver'",
     ),
 ]
 OF_A_TRAINER: Table = [
     (
         {"resume": "anyhow"},
-        "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them",
+        "resume='anyhow' is unknown. Choose 'exact' ... 'restart'",
     ),
     (
         {"sync_every": 8, "overlap_steps": "auto"},
-        "sync_every=8 leaves no time for overlap_steps='auto'",
+        "sync_every=8 is too small for overlap_steps='auto'",
     ),
     (
         {"sync_every": "auto", "overlap_steps": 500},
-        "overlap_steps=500 leaves no choice for sync_every='auto'",
+        "overlap_steps=500 is too large for sync_every='auto'",
     ),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
     ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
 ]
 OF_FABRIC: Table = [
-    ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
+    ({"sync_every": "auto"}, "sync_every='auto' works only with the Trainer's strategy"),
     ({"overlap_steps": 100}, "overlap_steps=100 is out of range"),
     ({"ddp_kwargs": {"ddp_comm_hook": print}}, "ddp_kwargs contains 'ddp_comm_hook', which Dist"),
     ({"worker_groups": 3}, "worker_groups=3 cannot split 4 processes"),
@@ -329,7 +329,7 @@ def test_former_arguments_are_refused_with_a_substitute_and_typos_with_the_right
         assert_refused([make], FORMER)
         unknown = dict(TYPOS)
         if make in (*STRATEGIES, FabricStrategy):
-            unknown["find_unused_parameters"] = "give ddp_kwargs="
+            unknown["find_unused_parameters"] = "pass ddp_kwargs="
         for name, advice in unknown.items():
             message = refusal(make, kind=TypeError, **{name: 3})
             assert_says(message, f"has no argument '{name}'", advice)
@@ -692,5 +692,5 @@ def test_a_trainer_beside_another_threads_is_refused_if_there_are_other_processe
     fit(trainer_choices={"callbacks": [fits.at({2: fit_in_another_thread})]})
     fit()
     (message,) = messages
-    assert_says(message, "already runs in the thread 'MainThread' ... with 2 processes")
+    assert_says(message, "is already running in the thread 'MainThread' ... With 2 processes")
     assert_says(message, "one after the other")

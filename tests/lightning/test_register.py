@@ -161,7 +161,7 @@ def test_only_existing_names_of_the_register_are_replaced() -> None:
         message = refusal(wrap, loop, "_save_something", print, kind=AssertionError)
         assert "_save_something is not in the register" in message
         message = refusal(wrap, object(), "setup_data", print)
-        assert "lacks what worker groups need: trainer.fit_loop" in message
+        assert "lacks names that worker groups need: trainer.fit_loop" in message
         wrap(loop, "setup_data", print)
         wrap(loop, "setup_data", repr)
         assert loop.setup_data.func is repr

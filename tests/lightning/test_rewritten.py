@@ -133,7 +133,7 @@ def test_weights_that_hooks_overwrite_unequally_are_reported_once_with_a_remedy(
 
     first, second = fit_ranks(on_train_epoch_end=clamp)
     assert len(first.warnings) == len(second.warnings) == 1
-    words = "Own.on_train_epoch_end overwrote 'net.0.weight', but with different values"
+    words = "Own.on_train_epoch_end overwrote 'net.0.weight' with different values"
     assert words in first.warnings[0]
     assert "strategy.set_outer()" in first.warnings[0]
 

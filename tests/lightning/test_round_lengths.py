@@ -88,7 +88,7 @@ def length_and_line(rank: int, batches: int = 2, **choices: Any) -> tuple[int, s
         strategy=strategy, devices=2, callbacks=[on(on_train_batch_end=stop)], **of_trainer
     )
     trainer.fit(fits.module(), Announced((rank, 0, 1), batches))
-    line = "".join(text for text in messages if "the first launch follows" in text)
+    line = "".join(text for text in messages if "The first launch follows" in text)
     return strategy.engine.rounds.settings.sync_every, line
 
 
@@ -231,9 +231,9 @@ FAST = Link(gbit_s=1.0, round_trip=0.001)
 SLOW = Link(gbit_s=4.5e-5, round_trip=0.001)
 SLOWEST = Link(gbit_s=1e-7, round_trip=0.001)
 LONGER = (
-    "Chosen: sync_every={}, although 10 suits the {} inner steps of this fit better: {} because"
-    " the measured inner step takes 1 s and the link carries {} with a round trip of 1 ms. Set"
-    " sync_every=10 if you prefer to wait."
+    "Chosen: sync_every={}, although 10 suits the {} inner steps of this fit better. The reason is"
+    " that {} because the measured inner step takes 1 s and the link carries {} with a round trip"
+    " of 1 ms. To accept the longer wait, set sync_every=10."
 )
 
 
@@ -265,9 +265,11 @@ def test_rounds_that_grow_for_a_slow_link_are_warned_of_and_ten_remain(rank: int
     fit_over(rank, SLOW, steps=600)
     assert fit_over(rank, SLOWEST).settings.sync_every == 26
     if rank == 0:
-        waits = "in shorter rounds training would wait for the link,"
+        waits = "training would wait for the link in shorter rounds,"
         assert LONGER.format(40, 600, waits, "45 kbit/s") in messages
-        waits = "training waits for the link in these rounds, and more in shorter ones,"
+        waits = (
+            "training waits for the link in these rounds and would wait longer in shorter rounds,"
+        )
         assert LONGER.format(26, 300, waits, "100 bit/s") in messages
         words = "sync_every=40 (for the 600 inner steps of this fit and its link), overlap_steps=5"
         assert [text for text in messages if words in text and "follows inner step 40" in text]

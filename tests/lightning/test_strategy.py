@@ -121,7 +121,7 @@ def test_fragments_schedule_report_and_outer_model_can_be_read_after_a_fit(
     strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
     reader = Reader(strategy)
     message = refusal(read, strategy, kind=RuntimeError)
-    assert "nothing to read yet: fragments and schedule are known" in message
+    assert "no results yet. The fragments and the schedule are available" in message
     seen: list[int] = []
 
     def training_step(self: Any, parts: list[Tensor], index: int) -> Tensor:
@@ -242,9 +242,10 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(
         assert len(warnings) == (warns and rank == 0), choices
         if warnings and "max_steps" in choices:
             assert warnings == [
-                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the"
-                " worker groups learn little from each other, and the final loss is a few percent"
-                " above DDP's. Choose sync_every=1 and overlap_steps=0 for 10 rounds."
+                "With sync_every=5, only 3 rounds fit into the 16 inner steps of this fit. The"
+                " worker groups benefit little from each other, and the final loss will be a few"
+                " percent higher than with DDP. Choose sync_every=1 and overlap_steps=0 to get 10"
+                " rounds."
             ]
 
 
@@ -259,10 +260,10 @@ def test_the_advised_steps_give_ten_rounds_and_no_more_steps_do() -> None:
             schedule = Schedule(sync_every, min(overlap, sync_every // 4), fragments)
             if rounds_that_fit(schedule, steps) >= 10:
                 enough.append(sync_every)
-        expected = "For 10 rounds train for more inner steps"
+        expected = "To get 10 rounds, train for more inner steps"
         if enough:
             expected = f"Choose sync_every={max(enough)} "
-        advice = warning.partition(" DDP's. ")[2]
+        advice = warning.partition(" with DDP. ")[2]
         assert advice.startswith(expected)
 
 

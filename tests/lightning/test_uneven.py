@@ -317,14 +317,16 @@ def assert_goes_on(resumed: dict[str, Any], plain: dict[str, Any], after_step: f
 
 
 def after(batches: int) -> str:
-    return f"has no more batches in epoch 0 after {batches}, but other groups have."
+    return f"has no more data in epoch 0 after {batches} batches, but other groups do."
 
 
 def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
     """The warnings of two groups about unequal numbers of batches."""
     text = ", ".join(f"group {group} has {number}" for group, number in enumerate(numbers))
-    warning = f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after"
-    return f"{warning} {decided} in all", ""
+    warning = (
+        f"Worker groups have unequal numbers of batches: {text}. In all groups, every epoch ends"
+    )
+    return f"{warning} after {decided} batches", ""
 
 
 def case(

@@ -640,7 +640,7 @@ def test_a_strategy_object_is_refused_by_a_second_trainer(distribution: str) -> 
     for accelerator in ("cpu", "auto"):
         choices = {"accelerator": accelerator, "strategy": strategy, "devices": 2}
         message = refusal(host.Trainer, **choices)
-        assert "belongs to another Trainer. Make one for each Trainer" in message
+        assert "belongs to another Trainer. Create a strategy for each Trainer" in message
 
 
 # Users' objects

@@ -73,7 +73,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
         (["--first=9", "--last=8"], "last=8 is out of range: it must be at least 9"),
         (
             ["--overlap-steps=none"],
-            "--overlap-steps none: not a whole number. It takes: Inner steps from the launch",
+            "--overlap-steps none: not a whole number. Accepted: Number of inner steps between",
         ),
         (["--no-such-option=1"], "--no-such-option"),
         (["--layers-per-fragment=3"], "is part of fragments: pass fragments='strided:3'"),
@@ -100,7 +100,7 @@ def test_numbers_may_have_units_and_typos_get_a_suggestion_in_three_lines() -> N
         "hub evit": "Did you mean evict? sdiloco hub --help",
         "demo --setting=ddp": "Did you mean --settings? sdiloco demo --help",
         "plan --parms=1": "Did you mean --params? sdiloco plan --help",
-        "plan --params=1Q --layers=2": "1Q has the unknown unit 'Q'. Give one of k, M, B, T.",
+        "plan --params=1Q --layers=2": "1Q has the unknown unit 'Q'. Use one of k, M, B, T.",
     }
     for line, words in cases.items():
         refusal = refused(*line.split())
@@ -108,38 +108,38 @@ def test_numbers_may_have_units_and_typos_get_a_suggestion_in_three_lines() -> N
         assert "usage" not in refusal
 
 
-RATES = "Give one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
+RATES = "Use one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
 UNSUITABLE = {
     "plan --bandwidth=100Mbps": f"--bandwidth 100Mbps has the unknown unit 'Mbps'. {RATES}.",
     "plan --bandwidth 12MB/s": f"--bandwidth 12MB/s has the unknown unit 'MB/s'. {RATES}.",
     "plan --bandwidth 100": f"--bandwidth 100 has no unit. {RATES}, as in 100Mbit.",
     "simulate --bandwidth=0.1": f"--bandwidth 0.1 has no unit. {RATES}, as in 0.1Mbit.",
     "plan --hub_bandwidth=1": f"--hub-bandwidth 1 has no unit. {RATES}, as in 1Mbit.",
-    "plan --params 1b": "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
+    "plan --params 1b": "--params 1b has the unknown unit 'b'. Use one of k, M, B, T.",
     "plan --params many": (
-        "--params many: not a number. It takes: Number of parameters, instead of a model."
+        "--params many: not a number. Accepted: Number of parameters, as an alternative to"
     ),
-    "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
-    "plan --groups=two": "--groups two: not a whole number. It takes: Number of worker groups.",
-    "plan --format=xml": "--format xml: not one of 'text', 'json'. It takes: Output format.",
+    "plan --step-time=5min": "--step-time 5min has the unknown unit 'min'. Use one of us, ms, s.",
+    "plan --groups=two": "--groups two: not a whole number. Accepted: Number of worker groups.",
+    "plan --format=xml": "--format xml: not one of 'text', 'json'. Accepted: Output format.",
     "plan --model=no_such.Net": (
-        "--model no_such.Net: No module named 'no_such'. It takes: Class path"
+        "--model no_such.Net: No module named 'no_such'. Accepted: Class path"
     ),
     "plan --model=torch.nn.Lin": (
-        "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: "
+        "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. Accepted: "
     ),
     "plan --model=torch.nn": (
-        "--model torch.nn: neither a class nor a function. It takes: Class path"
+        "--model torch.nn: neither a class nor a function. Accepted: Class path"
     ),
     "plan --model=Nowhere --step-time=1s --bandwidth=1Gbit": (
         "--model Nowhere: not the path of a class"
     ),
     "demo --settings ddpp": (
-        "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4."
+        "settings='ddpp' is unknown. Choose one of ddp, diloco, streaming_fp4."
     ),
     "demo --steps 0": "steps=0 is out of range: it must be at least 1.",
-    "demo --steps 1.5": "--steps 1.5: not a whole number. It takes: Inner steps",
-    f"demo --out {__file__}": f"out={__file__!r} cannot hold the results ([Errno 17]",
+    "demo --steps 1.5": "--steps 1.5: not a whole number. Accepted: Number of inner steps",
+    f"demo --out {__file__}": f"The results cannot be written to out={__file__!r} ([Errno 17]",
 }
 
 
@@ -149,7 +149,7 @@ def test_an_unsuitable_value_is_refused_in_one_line_with_the_accepted_ones() -> 
         printed = ran(*words_of_line)
         error, hint = printed.err.splitlines()
         assert error.startswith(f"error: {words}"), (error, words)
-        assert hint == f"sdiloco {words_of_line[0]} --help lists them all."
+        assert hint == f"sdiloco {words_of_line[0]} --help lists all options."
         assert printed.code == 2
 
 
@@ -168,9 +168,10 @@ def test_help_tells_units_and_defaults_in_eighty_columns() -> None:
     helps_by_name = dict(helps())
     plan = " ".join(helps_by_name["plan"].split())
     assert "in each direction. (number, for example 100Mbit)" in plan
-    assert "--layers LAYERS Number of layers, with --params. (whole number) " in plan
+    assert "--layers LAYERS Number of layers, required with --params. (whole number) " in plan
     assert (
-        "Inner steps of the whole run, for its total bytes. (whole number, default: 10000)" in plan
+        "Number of inner steps in the whole run, for the total number of bytes. (whole number, default: 10000)"
+        in plan
     )
     for name, text in helps_by_name.items():
         assert max(map(len, text.splitlines())) <= 80, name
@@ -209,7 +210,7 @@ def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
         ]
         completed = subprocess.run(["bash", "-c", "; ".join(lines)], capture_output=True, text=True)
         assert completed.stdout.split() == expected, completed.stderr
-    assert "shell='ksh' is not supported. Give one of bash, zsh" in refused("completion", "ksh")
+    assert "shell='ksh' is not supported. Choose one of bash, zsh" in refused("completion", "ksh")
     with patch.dict(sys.modules, shtab=None):
         assert "pip install shtab" in refused("completion", "bash")
 
@@ -319,7 +320,7 @@ def test_a_plan_shortens_the_overlap_of_short_rounds_and_names_a_slow_link() -> 
     answer = plan(*ON_1_GBIT, "--round-trip=0.05", "--sync-every=4")
     assert answer["settings"]["overlap_steps"] == 3
     slow_link = text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit")
-    assert "No settings reach 95 % on this link; closest" in slow_link
+    assert "No settings reach 95 % on this link. The closest settings are:" in slow_link
 
 
 def test_the_page_of_the_planner_shows_the_output_of_the_commands() -> None:
@@ -390,7 +391,7 @@ REFUSED = {
     "--params=1e9 --step-time=0.1 --bandwidth=1Gbit": "--layers must be given",
     "--model=no_such.Thing --step-time=1 --bandwidth=1Gbit": "no_such",
     "--model=torch.nn.Flatten --step-time=1 --bandwidth=1Gbit": "no trainable parameters",
-    f"{LINEAR} --step-time=1 --bandwidth=1Gbit": "The model could not be made: RuntimeError",
+    f"{LINEAR} --step-time=1 --bandwidth=1Gbit": "The model could not be created: RuntimeError",
 }
 # beyond `ON_1_GBIT`
 REFUSED_OPTIONS = {
@@ -405,11 +406,11 @@ REFUSED_OPTIONS = {
     "--picture=plan.pdf": "does not end with .svg or .png",
     "--picture=/missing/plan.svg": "cannot be written",
     LINEAR: "given together with",
-    "--quorum=3": "--quorum 3 only applies to the sites of a federation",
-    "--grace=3": "--grace needs a quorum to close rounds",
+    "--quorum=3": "--quorum 3 applies only to the sites of a federation",
+    "--grace=3": "--grace requires a quorum that closes rounds",
     "--hub-bandwidth=0Gbit": "hub_bandwidth=0.0 is out of range",
     "--hub-bandwidth=1Gbit --quorum=9": "there are 2: no round would ever close",
-    "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must be 2 numbers of seconds",
+    "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must contain 2 numbers of at least 0",
     "--hub-bandwidth=1Gbit --quorum=1 --grace=-1": "grace=-1.0 is out of range",
 }
 
@@ -474,7 +475,7 @@ def test_links_of_the_groups_give_the_gain_of_suitable_parts(tmp_path: Path) -> 
     text = text_of(*STEP, option)
     assert "exchange=TwoShot('by_bandwidth', links=[1, 1, 1, 0.5])" in text
     assert "1.50 times as long" in text
-    assert "Leave one of them out" in refused("plan", *ON_1_GBIT, option)
+    assert "Omit one of the two options" in refused("plan", *ON_1_GBIT, option)
     file.write_text("fast")
     assert "a list of at least two numbers" in refused("plan", *STEP, option)
 

@@ -41,11 +41,11 @@ LAUNCHED = [
     ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1"}, None, Launch(5, 8, 4, "b", 1)),
     ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
     (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
-    ({}, None, "does not know its rank"),
+    ({}, None, "The rank of this process is unknown"),
     ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is not a number"),
     ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
     ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is not a number"),
-    ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "does not know its rank"),
+    ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "The rank of this process is unknown"),
 ]
 
 

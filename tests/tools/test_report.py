@@ -211,7 +211,7 @@ SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
         (
             {"link": 0.1},
             "nothing",
-            "for 100.0% of the time. No setting would change that much",
+            "100.0% of the time computing. No setting would improve this much",
             "good",
         ),
         (
@@ -224,13 +224,13 @@ SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
             {**LINK, "rate": None},
             "link",
             "The link limited this run.",
-            "the link is too slow, and the planner cannot say what to change",
+            "the link is too slow, and the planner cannot recommend a change",
         ),
         (
             SLOW_GROUP,
             "groups",
-            "group 1 took 200 ms, of group 0 100 ms",
-            "one group is too slow: give it smaller batches or faster devices",
+            "An inner step took 200 ms in group 1 and 100 ms in group 0",
+            "one group is too slow and needs smaller batches or faster devices",
         ),
         (
             {"link": 0.01, "work": 0.2},
@@ -244,7 +244,12 @@ SECOND_HOP = {"seconds": (STEP,) * 3, "link": 0.99, "hop": 1.5}
             "in the background, limited this run",
             "the background is too slow",
         ),
-        (SECOND_HOP, "link", "waited, 100% was for the link", "the link is too slow: set"),
+        (
+            SECOND_HOP,
+            "link",
+            "Of the waiting time, 100% was for the link",
+            "the link is too slow: set",
+        ),
     ],
 )
 def test_a_run_is_told_its_limit_and_gets_a_verdict_in_a_few_words(
@@ -263,10 +268,14 @@ def test_a_run_that_nothing_limits_gets_no_advice_and_shows_left_out_groups(
     landings(ranks[0])[0]["left_out"] = [1]
     verdict = judge(written(tmp_path, ranks))
     assert verdict.limit == "nothing"
-    assert "for 100.0% of the time. No setting would change that much" in verdict.sentences[0]
+    assert (
+        "100.0% of the time computing. No setting would improve this much" in verdict.sentences[0]
+    )
     assert verdict.advice is None
     assert verdict.utilisation == 1
-    words = "Of all outer gradients, 1 were left out of a mean because they were not finite, and 0"
+    words = (
+        "Of all outer gradients, 1 were excluded from a mean because they were not finite, and 0"
+    )
     assert any(sentence.startswith(words) for sentence in verdict.sentences)
 
 
@@ -278,7 +287,7 @@ def test_no_advice_rests_on_a_link_of_unknown_speed(tmp_path: Path) -> None:
     assert verdict.advice is None
     text = " ".join(verdict.sentences)
     assert "bit/s" not in text
-    assert "The link's speed is unknown" in text
+    assert "The speed of the link is unknown" in text
 
 
 def test_more_overlap_is_advised_where_the_link_limits_a_run(tmp_path: Path) -> None:
@@ -287,7 +296,7 @@ def test_more_overlap_is_advised_where_the_link_limits_a_run(tmp_path: Path) -> 
     # One step more hides 0.3 s, but not the time at 80 % of the bandwidth; two steps more do.
     assert verdict.advice.changes == {"overlap_steps": 4}
     assert verdict.advice.now < 0.85 < planner.TARGET <= verdict.advice.then
-    words = "Set overlap_steps=4. The planner expects a compute utilisation of"
+    words = "Set overlap_steps=4. With this change, the planner expects a compute utilisation of"
     assert verdict.sentences[1].startswith(words)
 
 
@@ -354,14 +363,16 @@ def test_the_advice_counts_on_the_exchange_that_ran(
     assert verdict.advice.now == pytest.approx(expected, rel=0.01)
     if advised is not None:
         assert verdict.advice.changes == advised
-        assert verdict.sentences[1].startswith("Set exchange='auto'. The planner expects")
+        assert verdict.sentences[1].startswith(
+            "Set exchange='auto'. With this change, the planner expects"
+        )
 
 
 def sentence_of_losses(rank: Rank, lost: int) -> str:
     steps = len(rank.steps)
     mean = lost / len(rank.fragments)
     share = mean / steps
-    return f" Launches that were late cost {mean:.1f} of its {steps} inner steps, {share:.1%}."
+    return f" Because launches were late, {mean:.1f} of this site's {steps} inner steps were lost ({share:.1%})."
 
 
 def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
@@ -377,10 +388,10 @@ def test_a_site_reports_the_counted_sites_and_its_start(tmp_path: Path) -> None:
     run = written(tmp_path, [lines])
 
     sentence = judge(run).sentences[0]
-    site = "This is a, one site of a federation, which waits for no other."
+    site = "This is a, one site of a federation, which does not wait for other sites."
     assert f"{site} It was restarted once." in sentence
     assert sentence.endswith(
-        "Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2."
+        "In the 4 rounds of fragments that landed here, the following sites counted: a in 4, b in 2."
         + sentence_of_losses(run.ranks[0], 5)
     )
     events = [text for _, text in changes(run.ranks[0])]
@@ -435,8 +446,8 @@ def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: 
     text = told("report", str(tmp_path / "root"))
     page = (folder / "report.html").read_text()
     assert text.strip().endswith(str(folder / "report.html"))
-    assert "Training kept computing for" in text
-    assert "Training kept computing for" in page
+    assert "Training spent" in text
+    assert "Training spent" in page
     *_, verdict, _, _ = text.strip().splitlines()
     assert verdict.startswith("Verdict: ")
     assert f"<h2>{escape(verdict.removesuffix('.'))}</h2>" in page

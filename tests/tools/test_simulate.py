@@ -231,7 +231,7 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
     assert len(simulation.groups) == 3
     with pytest.raises(RuntimeError, match="the data of this group is broken"):
         simulated(file, 3, "model.fails_in_group=1")
-    with pytest.raises(ValueError, match="trains nothing"):
+    with pytest.raises(ValueError, match="No training took place"):
         simulated(file, 2, "trainer.max_steps=0")
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
@@ -244,7 +244,7 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 
 def test_groups_that_wait_in_vain_get_an_error() -> None:
     turns: Turns[Any] = Turns(2)
-    words = "wait for groups that are waiting for something else or have ended: 0"
+    words = "waiting for groups that have ended or are waiting at a different point: 0"
     with pytest.raises(RuntimeError, match=words):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
 
@@ -283,7 +283,7 @@ def test_one_run_reports_losses_bytes_and_time(tmp_path: Path) -> None:
         "val_loss",
         "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:",
         "DDP over all groups",
-        "longer than the timeout: a real run would end with an ExchangeError",
+        "which is longer than the timeout. A real run would end with an ExchangeError",
     ):
         assert words in text
     assert max(map(len, text.splitlines()[:-1])) <= 120
@@ -387,24 +387,24 @@ def test_seeds_are_compared_pair_by_pair(tmp_path: Path) -> None:
     lines_of_legend = picture.read_text().count("compression=fp32")
     assert lines_of_legend == 1
     assert "+0.0 ± 0.0" in answer["text"]
-    assert "Means over 2 seeds" in answer["text"]
+    assert "are means over 2 seeds" in answer["text"]
 
 
 # options, with FILE for a sound configuration, and words of the error
 REFUSED = {
-    "": "--config must be given",
+    "": "--config is missing",
     "--config=missing.yaml": "config='missing.yaml' is not a file",
     "FILE --groups=0": "groups=0 is out of range",
     "FILE --sweep=width=1,2": "varies 'width', which is unknown. Choose among groups, sync_every",
     "FILE --sweep=sync_every": "has no values",
-    "FILE --sweep=groups=1.5": "not a whole number",
-    "FILE --sweep=sync_every=5 --sweep=sync_every=6": "names something twice",
+    "FILE --sweep=groups=1.5": "must be a whole number",
+    "FILE --sweep=sync_every=5 --sweep=sync_every=6": "contains the same argument twice",
     "FILE --sweep=compression=fp4,fp5": "compression='fp5'",
     "FILE --sweep=overlap_steps=2,auto": "overlap_steps='auto' cannot be simulated",
     "FILE --round-trip=0.1": (
-        "--round-trip is for predicting the time of a run on a link. Also give the link's --bandwidth"
+        "--round-trip is used only to predict the time of a run on a link. Also pass the --bandwidth"
     ),
-    "FILE --bandwidth=1Gbit --speeds=1,x": "speeds has 'x' where a number should be",
+    "FILE --bandwidth=1Gbit --speeds=1,x": "speeds has 'x' where a number is expected",
     "FILE --bandwidth=1Gbit --speeds=1": "1 speeds for 2 worker groups",
     "FILE --cli=no_such.CLI": "cli='no_such.CLI' cannot be imported",
     "FILE --set=trainer.no_such=1": "no_such",
@@ -412,12 +412,12 @@ REFUSED = {
     "FILE --set=trainer.devices=4 --set=trainer.strategy.init_args.worker_groups=2": (
         "2 worker groups for 4 processes"
     ),
-    "FILE --seeds=1 --sweep=sync_every=2,3": "a comparison takes 2 to 10",
-    "FILE --seeds=1,2": "Use --sweep or --methods to say what varies",
+    "FILE --seeds=1 --sweep=sync_every=2,3": "a comparison requires 2 to 10",
+    "FILE --seeds=1,2": "Use --sweep or --methods to define several runs",
     "FILE --seeds=1,2 --sites=2 --step-time=1": "do not work with --sites",
-    "FILE --sites=2": "--sites needs --step-time",
+    "FILE --sites=2": "--sites requires --step-time",
     "FILE --sites=1 --step-time=1 --absence=0:0-5": "no site founds the run",
-    "FILE --delays=1,2": "Also give --sites",
+    "FILE --delays=1,2": "Also pass --sites",
     "--config=LIST": "config='LIST' is not a YAML file of arguments",
     "--config=BROKEN": "config='BROKEN' is not a YAML file of arguments",
     "FILE --methods=LIST": "not a YAML file that maps names",

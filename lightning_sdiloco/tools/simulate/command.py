@@ -1,8 +1,8 @@
-"""The ``sdiloco simulate`` command, which turns options into simulated runs, and runs into text,
-JSON and a picture.
+"""Implements ``sdiloco simulate``, which simulates runs and presents the results.
 
 The runs of a sweep or of a methods file are simulated one after the other. With several seeds, each
-run is compared with the first. If a link is given, each run's duration is predicted.
+run is compared with the first run. If a link is specified, the duration of each run is predicted.
+Results are presented as text, JSON and a picture.
 """
 
 import inspect
@@ -74,36 +74,38 @@ def simulate(
     picture: str | None = None,
     json: str | None = None,
 ) -> str:
-    """Run a LightningCLI configuration as several worker groups in this process, and predict its
-    time on a link.
+    """Simulate several worker groups with a LightningCLI configuration in this process, and predict
+    the time of the run on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Repeat for several; later files override
-            earlier ones.
-        set: An additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat for
-            more.
-        cli: Class path of the LightningCLI, if the training script has its own.
-        model: Class path of the model, if the script gives it to its LightningCLI.
-        data: Class path of the data module, if the script gives it to its LightningCLI.
+        config: Configuration file of a LightningCLI. Repeat the option for several files. Later
+            files override earlier files.
+        set: Additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat the
+            option for more arguments.
+        cli: Class path of the LightningCLI, if the training script defines one.
+        model: Class path of the model, if the script passes a model class to the LightningCLI.
+        data: Class path of the data module, if the script passes a data module class to the
+            LightningCLI.
         groups: Number of worker groups, with one rank each.
-        sites: Number of sites of a federation, with one rank each, instead of groups.
-        sweep: What to vary: an argument of the strategy, or groups, such as sync_every=10,20.
-            Repeat for more.
-        methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the
-            strategy.
-        seeds: Run each combination of the sweep or methods with each of these seeds, such as 0,1,2,
-            and compare it with the first.
-        bandwidth: Bandwidth between a group and all others, or between a site and its hub, to
-            predict times.
+        sites: Number of sites of a federation, with one rank each, as an alternative to --groups.
+        sweep: Argument to vary and its values, such as sync_every=10,20. The argument can be groups
+            or any argument of the strategy. Repeat the option to vary more arguments.
+        methods: YAML file of runs to compare, as an alternative to --sweep. The file maps names to
+            arguments of the strategy.
+        seeds: Seeds, such as 0,1,2, for each combination of the sweep or the methods. Every
+            combination is compared with the first combination.
+        bandwidth: Bandwidth between a group and all other groups, or between a site and its hub,
+            for predicting times.
         round_trip: Round-trip time to another group.
-        loss: Share of packets lost: 0.1 % is 0.001.
-        step_time: Duration of an inner step on the simulated machines; by default as measured here.
-            Required with --sites.
-        speeds: Relative speed of each group, such as 1,1,0.5; 1 is the step time.
-        delays: Seconds by which each site's contributions are late, such as 0,0,12; with --sites.
-        absence: When a group is away, in predicted seconds, such as 1:30-90 for group 1. Repeat for
-            more.
-        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10
+        loss: Share of packets that are lost. For example, 0.001 means 0.1 %.
+        step_time: Duration of an inner step on the simulated machines. By default, the duration is
+            measured on this machine. Required with --sites.
+        speeds: Relative speed of each group, such as 1,1,0.5, where 1 corresponds to the step time.
+        delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
+            --sites.
+        absence: Time during which a group is absent, in predicted seconds, such as 1:30-90 for
+            group 1. Repeat the option for more absences.
+        memory_rate: Memory bandwidth of a device in GB/s. Typical values are 1000 for a GPU and 10
             for a CPU core.
         picture: File (.svg or .png) for a plot of the losses.
         json: File for all numbers.
@@ -114,7 +116,7 @@ def simulate(
         compression=fp32,fp4
     """
     if not config:
-        raise ValueError("--config must be given: the configuration file of a LightningCLI.")
+        raise ValueError("--config is missing. Pass the configuration file of a LightningCLI.")
     if picture is not None:
         require_drawable(picture)
     paths = {"cli": cli, "model": model, "data": data}
@@ -131,37 +133,38 @@ def simulate(
     if sites is not None:
         if sweep or methods or seeds:
             raise ValueError(
-                "--sweep, --methods and --seeds do not work with --sites. Give one run of a"
+                "--sweep, --methods and --seeds do not work with --sites. Simulate one run of a"
                 " federation at a time."
             )
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
-        raise ValueError("--delays only applies to the sites of a federation. Also give --sites.")
+        raise ValueError("--delays applies only to the sites of a federation. Also pass --sites.")
     if bandwidth is None:
         _refuse_without_link(round_trip, loss, step_time, speeds, absence)
     if methods is None:
         runs = combinations(sweep, groups)
     elif sweep:
-        raise ValueError("--sweep and --methods both say what varies. Give one of them.")
+        raise ValueError("--sweep and --methods cannot be combined. Pass only one of them.")
     else:
         runs = _methods_of(methods, groups)
     return _worker_groups(configuration, runs, _seeds(seeds, len(runs)), places, picture, json)
 
 
 def _imported(name: str, path: str) -> type:
-    """Imports the class of an option; the error names the option."""
+    """Imports the class for an option."""
     try:
         return class_at(path)
     except ValueError as error:
         raise ValueError(
-            f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
+            f"{name}={path!r} cannot be imported: {error}. Pass the path of a class in the form"
+            " module.Class"
         ) from error
 
 
 def _refuse_without_link(
     round_trip: float, loss: float, step_time: float | None, speeds: str | None, absence: list[str]
 ) -> None:
-    """Refuses options that only matter on a link, if there is none."""
+    """Refuses options that have no effect without a link."""
     options = {
         "--round-trip": round_trip,
         "--loss": loss,
@@ -172,8 +175,8 @@ def _refuse_without_link(
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} is for predicting the time of a run on a link. Also give the link's"
-                " --bandwidth."
+                f"{name} is used only to predict the time of a run on a link. Also pass the"
+                " --bandwidth of the link."
             )
 
 
@@ -185,7 +188,7 @@ _METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run, identified by the arguments that vary, by name, or by a method's name."""
+    """A run to simulate, identified by the varied arguments or by the name of a method."""
 
     varied: Numbers
     groups: int
@@ -218,7 +221,8 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
             )
         if name in values:
             raise ValueError(
-                f"sweep={sweeps!r} names something twice. Give all its values together: H=10,20."
+                f"sweep={sweeps!r} contains the same argument twice. Pass all values of an argument"
+                " together, as in H=10,20."
             )
         values[name] = _values_of(sweep, name, text)
     combined = [dict(zip(values, choices, strict=True)) for choices in product(*values.values())]
@@ -226,13 +230,16 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
 
 
 def _values_of(sweep: str, name: str, text: str) -> list[object]:
-    """Reads the values that a sweep gives to one argument."""
+    """Reads the values of an argument in a sweep."""
     values = [yaml.safe_load(part) for part in text.split(",") if part]
     if not values:
-        raise ValueError(f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20")
+        raise ValueError(
+            f"sweep={sweep!r} has no values. Pass the values after the name, as in {name}=10,20"
+        )
     if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
         raise ValueError(
-            f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1."
+            f"sweep={sweep!r} contains an invalid number of groups. Each number must be a whole"
+            " number of at least 1."
         )
     return values
 
@@ -243,16 +250,14 @@ def _planned(varied: Numbers, arguments: Numbers, groups: int) -> Planned:
 
 
 def _methods_of(file: str, groups: int) -> list[Planned]:
-    """Reads the runs to compare from a YAML file that maps names to arguments of the strategy or to
-    groups.
-    """
+    """Reads the runs to compare from a YAML file that maps names to arguments."""
     methods = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
     if not isinstance(methods, dict) or not all(
         isinstance(choices, dict | None) for choices in methods.values()
     ):
         raise ValueError(
-            f"methods={file!r} is not a YAML file that maps names to arguments of the strategy."
-            " Write for example 'rarer: {sync_every: 200}'."
+            f"methods={file!r} is not a YAML file that maps names to arguments of the strategy. An"
+            " example of an entry is 'rarer: {sync_every: 200}'."
         )
     arguments = _arguments()
     runs = []
@@ -268,29 +273,30 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
 
 
 def _arguments() -> list[str]:
-    """Lists the arguments in which runs can differ: those of the strategy, and groups."""
+    """Lists the arguments that can vary between runs."""
     arguments = list(inspect.signature(GroupStrategy.__init__).parameters)[1:]
     return [_GROUPS, *(name for name in arguments if name not in ("worker_groups", "of_format"))]
 
 
 def _seeds(seeds: str | None, runs: int) -> list[int]:
-    """Reads the seeds, and refuses seeds that cannot be compared."""
+    """Reads the seeds and refuses seeds that cannot be compared."""
     if seeds is None:
         return []
     texts = seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
         raise ValueError(
-            f"seeds={seeds!r} are not distinct whole numbers of at least 0. Give them as 0,1,2."
+            f"seeds={seeds!r} are not distinct whole numbers of at least 0. Pass the seeds in the"
+            " form 0,1,2."
         )
     if not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one,"
-            " give --set seed_everything=0."
+            f"seeds={seeds!r} contains {len(texts)} seeds, but a comparison requires 2 to"
+            f" {max(STUDENT_T)}. To use a single seed, pass --set seed_everything=0."
         )
     if runs < 2:
         raise ValueError(
-            "--seeds compares runs, but there is only one. Use --sweep or --methods to say what"
-            " varies."
+            "--seeds compares runs, but there is only one run. Use --sweep or --methods to define"
+            " several runs."
         )
     return list(map(int, texts))
 
@@ -302,7 +308,7 @@ def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
 
 
 def _absence(text: str) -> Absence:
-    """Reads an absence from its group and seconds, such as 1:30-90."""
+    """Reads an absence from a group and seconds, such as 1:30-90."""
     group, _, span = text.partition(":")
     start, _, end = span.partition("-")
     first, last, number = (_number(part, "absence", "1:30-90") for part in (start, end, group))
@@ -314,7 +320,7 @@ def _number(text: str, name: str, example: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(
-            f"{name} has {text!r} where a number should be. Give it as {example}."
+            f"{name} has {text!r} where a number is expected. Pass a value in the form {example}."
         ) from None
 
 
@@ -322,7 +328,7 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 class Prediction(NamedTuple):
-    """The duration of a run on a link: for the slowest group, for every group, and for DDP."""
+    """The predicted duration of a run on a link, for all groups and for DDP."""
 
     step_time: float
     seconds: float
@@ -333,9 +339,7 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Run, places: Places) -> Prediction | None:
-    """Predicts the duration of a run; None without a link, or if nothing was sent or no step was
-    taken.
-    """
+    """Predicts the duration of a run, or returns None if there is no link or nothing was sent."""
     step_time = places.step_time or run.step_seconds
     if places.link is None or len(run.groups) < 2 or step_time is None:
         return None
@@ -359,8 +363,9 @@ def predict(run: Run, places: Places) -> Prediction | None:
 
 
 def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
-    """Predicts DDP's time: each step takes as long as in the slowest group, and all groups pause
-    whenever one is absent.
+    """Predicts the duration of a run with DDP.
+
+    Each step takes as long as in the slowest group, and all groups wait while a group is absent.
     """
     slowest = replace(groups, step_time=groups.step_time / min(places.speeds or (1.0,)))
     away = max((absence.end - absence.start for absence in places.absences), default=0.0)
@@ -370,7 +375,7 @@ def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
 
 
 class Outcome(NamedTuple):
-    """A simulated run, and its predicted duration if there is a link."""
+    """A simulated run with its predicted duration if there is a link."""
 
     planned: Planned
     seed: int | None
@@ -379,7 +384,7 @@ class Outcome(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """The outer model's loss, as logged by the last validation or else on the last batches."""
+        """The loss of the outer model in the last validation, or else on the last batches."""
         losses = [v.loss for v in self.run.validations if v.loss is not None]
         if losses:
             return losses[-1]
@@ -391,8 +396,9 @@ class Outcome(NamedTuple):
 
 
 Begin = Callable[[int, Numbers], Callable[[], None]]
-"""Called with the groups and choices when a run begins; returns a function to call after every
-inner step.
+"""A function that is called with the groups and choices when a run begins.
+
+The function returns another function, which must be called after every inner step.
 """
 
 
@@ -404,7 +410,7 @@ def _worker_groups(
     picture: str | None,
     json: str | None,
 ) -> str:
-    """Checks all runs before it simulates the first; returns the text for their outcomes."""
+    """Checks all runs, simulates them, and returns the text to print."""
     for planned in runs:
         check(configuration, planned.groups, planned.choices)
         if planned.groups > 1:
@@ -430,7 +436,7 @@ def _worker_groups(
 def _simulated(
     configuration: Configuration, planned: Planned, seed: int | None, places: Places, begin: Begin
 ) -> Outcome:
-    """Simulates one run with one seed, and predicts its time on the link."""
+    """Simulates a run with one seed and predicts its time on the link."""
     if seed is not None:
         arguments = (*configuration.arguments, f"seed_everything={seed}")
         configuration = replace(configuration, arguments=arguments)
@@ -442,10 +448,11 @@ def _simulated(
 def _federation(
     configuration: Configuration, count: int, places: Places, picture: str | None, json: str | None
 ) -> str:
-    """Simulates the sites of a federation, and returns the text for them."""
+    """Simulates the sites of a federation and returns the text to print."""
     if places.step_time is None:
         raise ValueError(
-            "--sites needs --step-time: which sites are late depends on the time of an inner step."
+            "--sites requires --step-time, because the duration of an inner step determines which"
+            " sites are late."
         )
     places.check(count, "sites")
     check(configuration, count, {}, site=0)
@@ -461,9 +468,7 @@ def _federation(
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Begin]:
-    """Shows progress bars for the runs and for the current run's inner steps, on stderr, so that
-    the output can be piped.
-    """
+    """Shows progress bars for runs and inner steps on stderr, so that stdout can be piped."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -489,12 +494,12 @@ def _write(path: str, numbers: Numbers) -> None:
         Path(path).write_text(json_format.dumps(plain(numbers), indent=1) + "\n")
     except OSError as error:
         raise ValueError(
-            f"json={path!r} cannot be written ({error}). Give another file."
+            f"json={path!r} cannot be written ({error}). Choose a different file."
         ) from error
 
 
 def _as_json(outcome: Outcome) -> Numbers:
-    """Returns a run's numbers by their names in the JSON file."""
+    """Returns the numbers of a run by their names in the JSON file."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -524,7 +529,7 @@ def _as_json(outcome: Outcome) -> Numbers:
 
 
 def _site_as_json(site: Site) -> Numbers:
-    """Returns a site's numbers by their names in the JSON file."""
+    """Returns the numbers of a site by their names in the JSON file."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -546,7 +551,7 @@ _LAST = f"loss, last\n{LAST} batches"
 
 
 def run_as_text(outcome: Outcome, places: Places) -> str:
-    """Formats a single run: a row for each group, its validations, and the prediction."""
+    """Formats a single run with a row for each group, the validations and the prediction."""
     run = outcome.run
     columns = {"group": range(len(run.groups)), **_loss_columns(run.groups)}
     columns["bytes\nsent"] = [readable(group.bytes_sent) for group in run.groups]
@@ -567,7 +572,7 @@ def run_as_text(outcome: Outcome, places: Places) -> str:
 
 
 def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Places) -> str:
-    """Formats the predicted time, and warns about flights longer than the timeout."""
+    """Formats the predicted time and warns about flights that exceed the timeout."""
     assert places.link is not None
     measured = "" if places.step_time else ", as measured here"
     text = (
@@ -578,14 +583,15 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
     )
     if prediction.longest_flight > timeout.total_seconds():
         text += (
-            f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)}, longer"
-            " than the timeout: a real run would end with an ExchangeError. Raise timeout."
+            f"\n  A fragment would be in flight for {_duration(prediction.longest_flight)}, which"
+            " is longer than the timeout. A real run would end with an ExchangeError. Increase"
+            " timeout."
         )
     return text
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    """Formats a federation: a row for each site, and the validations of the first."""
+    """Formats a federation with a row for each site and the validations of the first site."""
     sites = run.sites
     columns = {
         "site": range(len(sites)),
@@ -604,7 +610,7 @@ def sites_as_text(run: FederatedRun, places: Places) -> str:
         f"{counted(len(sites), 'site')}, {_settings(run.first)}\n{run.terms}",
         table(columns, width=_WIDTH),
         *_validations(run.first),
-        f"In virtual time, {link}{places.step_time:g} s per inner step.",
+        f"Times are virtual and assume {link}{places.step_time:g} s per inner step.",
     ]
     return "\n\n".join(parts)
 
@@ -618,7 +624,7 @@ def _loss_columns(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
-    """Formats one row for each run of a sweep or a file of methods."""
+    """Formats a table with one row for each run of a sweep or a methods file."""
     runs = [outcome.run for outcome in outcomes]
     last = [run.validations[-1].metrics if run.validations else {} for run in runs]
     columns = {
@@ -634,7 +640,7 @@ def sweep_as_text(outcomes: Sequence[Outcome], places: Places) -> str:
 
 
 def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
-    """Formats the predicted time and utilisation; a run of one group has none."""
+    """Formats the predicted times and utilisations of all runs."""
     seconds = []
     utilisations = []
     for outcome in outcomes:
@@ -648,9 +654,7 @@ def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
-    """Formats runs with several seeds each: the means over the seeds, and each run's difference
-    from the first, compared seed by seed.
-    """
+    """Formats the means over several seeds and the differences from the first run."""
     losses = []
     sent = []
     seconds = []
@@ -667,12 +671,15 @@ def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
     }
     if any(text != "-" for text in seconds):
         columns["predicted\ntime"] = seconds
-    note = f"Means over {len(rows[0])} seeds; differences with their 95 % interval."
+    note = (
+        f"Losses are means over {len(rows[0])} seeds, and differences are given with 95 %"
+        " intervals."
+    )
     return _by_choices([row[0].planned for row in rows], columns, note, places)
 
 
 def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
-    """Formats the difference from the first run's losses in percent, with its interval."""
+    """Formats the difference in loss from the first run in percent, with its interval."""
     percents = []
     for outcome, first in zip(row, first_row, strict=True):
         if outcome.loss is not None and first.loss:
@@ -687,7 +694,7 @@ def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
 def _by_choices(
     runs: Sequence[Planned], columns: Mapping[str, list[str]], note: str, places: Places
 ) -> str:
-    """Formats one row for each run, beginning with its choices."""
+    """Formats a table with one row for each run, beginning with the varied arguments."""
     names = list(runs[0].varied)
     varied = {name: [planned.varied[name] for planned in runs] for name in names}
     parts = [table({**varied, **columns}, len(names), _WIDTH)]
@@ -712,7 +719,7 @@ def _settings(run: Run) -> str:
 
 
 def _validations(run: Run) -> list[str]:
-    """Formats the validations as a table of at most ten rows, or returns nothing."""
+    """Formats the validations, if any, as a table with at most ten rows."""
     if not run.validations:
         return []
     # The last one is always shown.
@@ -745,9 +752,7 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
-    """Draws a run or a sweep: losses over inner steps, and over the predicted time, or else over
-    the bytes of a group.
-    """
+    """Draws losses over inner steps, and over the predicted time or the bytes of a group."""
     left, right = figure.subplots(1, 2)
     predictions = [outcome.prediction for outcome in outcomes if outcome.prediction is not None]
     costs, label = _costs_in_bytes(outcomes)
@@ -772,7 +777,7 @@ def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
 def _draw_outcome(
     left: "Axes", right: "Axes", outcome: Outcome, spent: list[float], color: str, label: str
 ) -> bool:
-    """Draws a run's losses over inner steps and over their costs; returns whether it validated."""
+    """Draws losses over inner steps and over costs. Returns whether there were validations."""
     steps, losses = _mean_curve(outcome)
     left.plot(steps, losses, color=color, label=label)
     right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
@@ -786,7 +791,7 @@ def _draw_outcome(
 
 
 def _costs_in_time(predictions: Sequence[Prediction]) -> tuple[list[list[float]], str]:
-    """Returns, for each run, when the slowest group completed each inner step, and the unit."""
+    """Returns the times at which the slowest group of each run completed its inner steps."""
     unit, name = _unit(max(prediction.seconds for prediction in predictions))
     costs = []
     for prediction in predictions:
@@ -796,7 +801,7 @@ def _costs_in_time(predictions: Sequence[Prediction]) -> tuple[list[list[float]]
 
 
 def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str]:
-    """Returns the megabytes that a group had sent after each inner step, for each run."""
+    """Returns the megabytes that a group of each run had sent after each inner step."""
     costs = []
     for outcome in outcomes:
         sent = outcome.run.groups[0].bytes_sent
@@ -806,7 +811,7 @@ def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str
 
 
 def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Returns the groups' smoothed mean loss, and the inner steps at which it was taken."""
+    """Returns inner steps and the smoothed mean loss of the groups at these steps."""
     batches_of_groups = zip(*(group.losses for group in outcome.run.groups), strict=False)
     curve = list(map(mean, batches_of_groups))
     batches, losses = _smooth(curve)
@@ -814,7 +819,7 @@ def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
 
 
 def draw_sites(run: FederatedRun, figure: "Figure") -> None:
-    """Plots a federation: the loss of every site over inner steps and over virtual time."""
+    """Plots the loss of every site over inner steps and over virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):
@@ -828,7 +833,7 @@ def draw_sites(run: FederatedRun, figure: "Figure") -> None:
 
 
 def _finish(figure: "Figure", left: "Axes", right: "Axes", label: str) -> None:
-    """Labels both axes of a picture, which share their losses, and adds the legend."""
+    """Labels the axes of a picture, shares the loss axis, and adds a legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)
     left.set_ylabel("loss")
@@ -843,9 +848,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Averages over windows of a fiftieth of the run, and puts each mean at the end of its
-    window.
-    """
+    """Averages over windows of a fiftieth of the run. Each mean is placed at the window's end."""
     width = max(1, len(losses) // 50)
     ends = list(range(width, len(losses) + 1))
     return ends, [sum(losses[end - width : end]) / width for end in ends]

@@ -1,6 +1,4 @@
-"""Runs a LightningCLI configuration as several worker groups, each with its strategy, callback and
-Trainer.
-"""
+"""Runs a LightningCLI configuration as several worker groups, each with a separate Trainer."""
 
 import inspect
 import logging
@@ -54,7 +52,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class SimulatedFederation(Federation):
-    """The federation of a simulated site, which is already connected."""
+    """The federation of a simulated site that is already connected."""
 
     connection: HubConnection | None = field(default=None, repr=False, compare=False)
 
@@ -74,7 +72,7 @@ else:
 
 
 class SimulatedRank(NamedTuple):
-    """The rank that a thread simulates. It is its own worker group."""
+    """The rank that a thread simulates, which forms a worker group by itself."""
 
     topology: Topology
     clock: Callable[[], float]  # stopped while other groups run
@@ -87,9 +85,7 @@ class SimulatedRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The index of this rank among all training ranks, each of which trains on its part of the
-        data.
-        """
+        """The index of this rank among all training ranks, which share the data."""
         return self.topology.group_index if self.site is None else self.site
 
     @property
@@ -98,8 +94,10 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces DDPStrategy's process handling with simulated ranks. In the bases, it must follow
-    the strategy. Call `play` before you make the Trainer.
+    """Replaces the process handling of DDPStrategy with simulated ranks.
+
+    This class must follow the strategy in the list of base classes. Call `play` before you create
+    the Trainer.
     """
 
     simulated_rank: SimulatedRank
@@ -209,11 +207,11 @@ else:
     _Callback = object
 
 LAST = 10
-"""The number of final batches for a mean loss; the outer model is evaluated on the same batches."""
+"""The number of final batches over which losses are averaged and the outer model is evaluated."""
 
 
 class Validation(NamedTuple):
-    """The metrics of a validation, and the inner step after which it took place."""
+    """The metrics of a validation and the inner step after which the validation took place."""
 
     step: int
     metrics: dict[str, float]
@@ -247,7 +245,7 @@ class Group:
 
 
 class RecorderMixin(_Callback):
-    """Records the history of a simulated group; calls ``stepped`` after every inner step."""
+    """Records the history of a simulated group and calls ``stepped`` after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
         self._rank = rank
@@ -257,7 +255,7 @@ class RecorderMixin(_Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the speed that the group would have on the real machines."""
+        """Sets the speed of the group on the real machines."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
@@ -265,7 +263,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Announces a new inner step before its first batch only."""
+        """Announces a new inner step before the first batch of the step."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
@@ -278,7 +276,7 @@ class RecorderMixin(_Callback):
         batch: Batch,
         batch_idx: int,
     ) -> None:
-        """Records the loss, and the inner step if the batch completed one."""
+        """Records the loss and, if the batch completed an inner step, the step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.group.losses.append(float(loss))
@@ -292,9 +290,7 @@ class RecorderMixin(_Callback):
             self._stepped()
 
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
-        """Records the launches after the next inner step, which a launch schedule may decide during
-        the run.
-        """
+        """Records the launches after the next inner step, because schedules may be adaptive."""
         next_step = engine.inner_steps + 1
         due = engine.rounds.timetable.due(next_step)
         if due:
@@ -307,7 +303,7 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluates the outer model, which the module now contains, on the group's last batches."""
+        """Evaluates the outer model in the module on the last batches of the group."""
         parameters = inspect.signature(pl_module.training_step).parameters
         can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
         if can_repeat and self._batches:
@@ -322,8 +318,9 @@ class RecorderMixin(_Callback):
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode without logging. Afterwards, the random state and the mode
-    of every submodule are restored.
+    """Puts a module into evaluation mode without logging in a ``with`` block.
+
+    The random state and the mode of every submodule are restored afterwards.
     """
     modes = [(part, part.training) for part in module.modules()]
     state = random_state()
@@ -351,7 +348,7 @@ _OURS = {
 
 
 class SimulatedClasses(NamedTuple):
-    """The classes for one distribution of Lightning."""
+    """The classes that a simulation needs for a distribution of Lightning."""
 
     strategy: Function
     recorder: Function
@@ -360,9 +357,7 @@ class SimulatedClasses(NamedTuple):
 
 @cache
 def simulated_classes(distribution: str) -> SimulatedClasses:
-    """Makes the strategy and the callback of a simulated worker group for a distribution of
-    Lightning.
-    """
+    """Creates the classes of a simulated worker group for a distribution of Lightning."""
     ours, trainer, fabric = _OURS[distribution]
     strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
     host = import_module(f"{trainer}.strategies").DDPStrategy
@@ -378,7 +373,7 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration files of a training, and the classes that its script would pass."""
+    """The configuration files of a training run and the classes that its script would pass."""
 
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -390,7 +385,7 @@ class Configuration:
         missing = [file for file in self.files if not Path(file).is_file()]
         if missing:
             raise ValueError(
-                f"config={missing[0]!r} is not a file. Give the configuration file of a"
+                f"config={missing[0]!r} is not a file. Pass the configuration file of a"
                 " LightningCLI."
             )
         for file in self.files:
@@ -400,15 +395,13 @@ class Configuration:
                 arguments = ()
             if not isinstance(arguments, Mapping | None):
                 raise ValueError(
-                    f"config={file!r} is not a YAML file of arguments. Give the configuration file"
+                    f"config={file!r} is not a YAML file of arguments. Pass the configuration file"
                     " of a LightningCLI."
                 )
 
     @property
     def classes(self) -> SimulatedClasses:
-        """Returns the classes for the distribution of Lightning to which the configured classes
-        belong.
-        """
+        """Returns the classes for the distribution of Lightning that the configuration uses."""
         classes = [self.cli, self.model, self.data]
         for file in self.files:
             model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
@@ -424,8 +417,9 @@ class Configuration:
     def fit(
         self, rank: SimulatedRank, choices: Mapping[str, object], callback: "RecorderMixin | None"
     ) -> Internal:
-        """Parses the files and fits as one group; without a callback, it only parses. Returns the
-        LightningCLI.
+        """Parses the files and, if there is a callback, fits the model as one group.
+
+        Returns the LightningCLI.
         """
         ours = self.classes.strategy
         name = f"{ours.__module__}.{ours.__qualname__}"
@@ -458,7 +452,7 @@ class Configuration:
         return SimulatedCLI(**self._cli_arguments(), save_config_callback=None)
 
     def _cli_arguments(self) -> Numbers:
-        """Returns the arguments of the LightningCLI: the command line, and the given classes."""
+        """Returns the command line and the classes as arguments for the LightningCLI."""
         files = [f"--config={file}" for file in self.files]
         options = [f"--{argument}" for argument in self.arguments]
         arguments: Numbers = {"args": ["fit", *files, *options]}
@@ -478,7 +472,7 @@ _ONE_DEVICE = {
 
 
 def _without_bars(callbacks: Internal) -> list[Internal]:
-    """Returns all callbacks except progress bars, because every group would show one."""
+    """Returns all callbacks except progress bars, which every group would show."""
     if not isinstance(callbacks, list):
         callbacks = [callbacks]
     return [callback for callback in callbacks if not _is_bar(callback)]
@@ -489,29 +483,27 @@ def _is_bar(callback: object) -> bool:
 
 
 def _arguments_of(trainer: Trainer, choices: Mapping[str, object], rank: SimulatedRank) -> Numbers:
-    """Returns the arguments of the strategy of a simulated group or site, from the files and the
-    choices.
-    """
+    """Returns the arguments of the simulated strategy from the files and the choices."""
     arguments = {**_configured_arguments(trainer), **choices}
     for name in ("sync_every", "overlap_steps", "fragments", "compression"):
         if arguments.get(name) == "auto":
             raise ValueError(
-                f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name}"
-                " with --sweep, or take what sdiloco plan recommends."
+                f"{name}='auto' cannot be simulated, because the value is chosen for a measured"
+                f" link. Vary {name} with --sweep, or use a value that sdiloco plan recommends."
             )
     federation = arguments.get("federation")
     if rank.site is not None:
         arguments["federation"] = _federation_in_memory(federation or {}, rank.site)
     elif federation is not None:
         raise ValueError(
-            "The configuration is for a site of a federation. Give --sites instead of --groups: the"
-            " number of such sites."
+            "The configuration is for a site of a federation. Pass the number of sites with --sites"
+            " instead of using --groups."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
 
 def _configured_arguments(trainer: Trainer) -> Numbers:
-    """Returns the strategy's arguments in the files, if the strategy can be simulated."""
+    """Returns the strategy's arguments from the files, if the strategy can be simulated."""
     strategy = trainer.strategy
     if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
         return {}
@@ -519,9 +511,9 @@ def _configured_arguments(trainer: Trainer) -> Numbers:
     cls = _class_named(path)
     if cls is None or not issubclass(cls, WorkerGroupStrategy):
         raise ValueError(
-            f"trainer.strategy={path or strategy!r} cannot be simulated, only"
-            " StreamingDiLoCoStrategy. Choose it in the configuration, or with --set"
-            " trainer.strategy=streaming_diloco."
+            f"trainer.strategy={path or strategy!r} cannot be simulated. Only"
+            " StreamingDiLoCoStrategy can be simulated. Select this strategy in the configuration,"
+            " or pass --set trainer.strategy=streaming_diloco."
         )
     # Not dict(), which flattens nested values of a Namespace, such as a federation.
     arguments: Numbers = strategy.init_args.as_dict()
@@ -530,19 +522,19 @@ def _configured_arguments(trainer: Trainer) -> Numbers:
     if 0 < groups < processes:
         raise ValueError(
             f"The configuration has {groups} worker groups for {processes} processes. A simulated"
-            " group is one rank. With --set, give it the batch size of a whole group, and set"
-            " trainer.devices to the number of groups."
+            " group has only one rank. With --set, change the batch size to the batch size of a"
+            " whole group, and set trainer.devices to the number of groups."
         )
     return arguments
 
 
 def _number(argument: object) -> int:
-    """Returns an argument as a number; 0 for one such as "auto"."""
+    """Returns an argument as a number, or 0 for text such as "auto"."""
     return int(str(argument)) if str(argument).isdecimal() else 0
 
 
 def _federation_in_memory(federation: Numbers, site: int) -> Numbers:
-    """Returns the terms of the federation in the files, and a hub in memory."""
+    """Creates a federation with the terms from the files and a hub in memory."""
     configured = federation.get("init_args", federation)
     names = ("lease", "grace", "quorum", "late", "rounds")
     terms = {name: configured[name] for name in names if name in configured}
@@ -566,7 +558,7 @@ def class_at(path: str) -> type:
 
 
 def _class_named(path: str | None) -> type | None:
-    """Imports a class; returns None if the path does not exist."""
+    """Imports a class, or returns None if the path does not exist."""
     try:
         return class_at(path) if path else None
     except ValueError:
@@ -581,7 +573,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a run: its groups, and the outer model that they share."""
+    """The outcome of a run with its groups and the outer model that they share."""
 
     groups: list[Group]
     validations: list[Validation]
@@ -591,7 +583,7 @@ class Run:
 
     @property
     def outer_loss(self) -> float | None:
-        """Returns the mean loss of the outer model on the last batches of all groups."""
+        """The mean loss of the outer model on the last batches of all groups."""
         return _mean([group.outer_loss for group in self.groups if group.outer_loss is not None])
 
     @property
@@ -600,9 +592,7 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the seconds that an inner step took here, in the median group; None if there were
-        fewer than two.
-        """
+        """The measured duration of an inner step in the median group, or None if unknown."""
         medians = []
         for group in self.groups:
             steps = [later - earlier for earlier, later in pairwise(group.times)]
@@ -620,9 +610,7 @@ def run(
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
-    """Runs a configuration as several worker groups of one rank each, in threads that take
-    turns.
-    """
+    """Runs a configuration as several worker groups of one rank each, in alternating threads."""
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     lives = []
     for group, topology in enumerate(simulated_topologies(groups, turns.until)):
@@ -642,7 +630,7 @@ def check(
     choices: Mapping[str, object],
     site: int | None = None,
 ) -> Numbers:
-    """Refuses configurations that the strategy would refuse, without making a model or data."""
+    """Refuses configurations that the strategy would refuse, without creating a model or data."""
     require(groups >= 1, "groups", groups, "at least 1")
     turns: Turns[Internal] = Turns(1)
     rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
@@ -665,16 +653,17 @@ def live(
     choices: Mapping[str, object],
     stepped: Callable[[], None],
 ) -> tuple[Group, Run | None]:
-    """Runs one group to its end in its thread. Only the first group returns results that all groups
-    share.
+    """Runs one group to completion in its thread.
+
+    Only the first group returns results that all groups share.
     """
     recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy
     if strategy.engine is None:
         raise ValueError(
-            "The configuration trains nothing. Make sure that its max_steps and max_epochs are not"
-            " 0."
+            "No training took place with this configuration. Make sure that max_steps and"
+            " max_epochs are not 0."
         )
     group = recorder.group
     report = strategy.report()
@@ -689,7 +678,7 @@ def live(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences the messages that every Trainer logs, and restores the environment at the end."""
+    """Suppresses the messages that every Trainer logs and restores the environment afterwards."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     environment = dict(os.environ)
     for name in _LOGGERS:

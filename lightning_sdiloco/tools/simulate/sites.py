@@ -1,6 +1,4 @@
-"""Simulates a configuration as the sites of a federation, in virtual time, with the real rules,
-engine, hub and Trainer.
-"""
+"""Simulates the sites of a federation in virtual time with the real engine, hub and Trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +23,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """The conditions of worker groups or sites: links, speeds, and absences, each in the order of
-    the groups.
-    """
+    """The links, speeds, delays and absences of worker groups or sites, in order."""
 
     link: Link | None = None
     step_time: float | None = None
@@ -37,17 +33,23 @@ class Places:
     memory_rate: float = 1e12
 
     def check(self, count: int, kind: str) -> None:
-        """Refuses values that do not suit the number of worker groups or sites."""
+        """Refuses values that do not match the number of worker groups or sites."""
         require(count >= 1, kind, count, "at least 1")
         step_time = self.step_time
         require(step_time is None or step_time > 0, "step_time", step_time or 0.0, "positive")
         for name, numbers in (("speeds", self.speeds), ("delays", self.delays)):
             if numbers is not None and len(numbers) != count:
                 raise ValueError(
-                    f"There are {len(numbers)} {name} for {count} {kind}. Give one for each."
+                    f"There are {len(numbers)} {name} for {count} {kind}, but their numbers must be"
+                    " equal."
                 )
         for speed in self.speeds or ():
-            require(speed > 0, "speeds", speed, "positive: 0.5 is half as fast as the others")
+            require(
+                speed > 0,
+                "speeds",
+                speed,
+                "positive, where 0.5 means half the speed of the other groups",
+            )
         for delay in self.delays or ():
             require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
@@ -71,7 +73,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Site:
-    """The history of a site: its rounds, and its weights in those that counted, by fragment."""
+    """The history of a site with its rounds and, for rounds that counted, its weights."""
 
     group: Group
     times: list[float]
@@ -84,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
-    """The outcome of a federation: its sites, the first one's run, and the ledger's records."""
+    """The outcome of a federation with its sites, the run of the first site, and the records."""
 
     sites: Sequence[Site]
     first: Run
@@ -99,7 +101,7 @@ def play_sites(
     choices: Mapping[str, object],
     stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
-    """Runs a configuration as sites of a federation, in threads that take turns."""
+    """Runs a configuration as the sites of a federation, in alternating threads."""
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
@@ -131,7 +133,7 @@ def _terms_of(hub: InProcessHub) -> str:
 
 
 class _Incarnation:
-    """A site's thread, its connection to the hub in memory, and its clock."""
+    """The thread of a site, with its clock and its connection to the hub in memory."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class _Incarnation:
         choices: Mapping[str, object],
         stepped: Callable[[], None],
     ) -> tuple[Group, Run | None]:
-        """Runs the site in its thread, from when it joins until it ends."""
+        """Runs the site in its thread until the site ends."""
         time = self._time
 
         def done() -> None:
@@ -197,19 +199,17 @@ class _Incarnation:
             time.ends(self._number)
 
     def _begins(self) -> None:
-        """Advances time by an inner step, including absences, and then launches and lands."""
+        """Advances the clock by an inner step, including absences, and then launches and lands."""
         self._joined = self._joined or self._applied()
         now = self._time.now
         self._time.passes(self._number, step_end(now, self._step_time, self._absences) - now)
 
     def _applied(self) -> list[int]:
-        """Returns the rounds that have landed, by fragment."""
+        """Returns the rounds that have landed for each fragment."""
         return [round or 0 for round in self._connection.records.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
-        """Returns the site's history from the ledger: rounds that counted, were late, or were
-        missed.
-        """
+        """Creates the history of the site from the records in the ledger."""
         applied = self._applied()
         missed = 0
         weights: dict[int, list[int]] = {}

@@ -1,6 +1,4 @@
-"""Runs worker groups as threads that take turns, and connects them; see [Note: one thread at a
-time].
-"""
+"""Runs worker groups as alternating threads and connects them."""
 
 import pickle
 import threading
@@ -24,11 +22,11 @@ Result = TypeVar("Result")
 
 
 class Stopped(BaseException):
-    """Ends a thread because another thread failed or Ctrl-C was pressed."""
+    """Stops a thread because another thread has failed or Ctrl-C was pressed."""
 
 
 _State = tuple[State, int]
-"""The random state and the rank, which exist only once per process."""
+"""The random state and the rank of a thread, which are stored once per process."""
 
 
 def _restore(state: _State) -> None:
@@ -37,7 +35,7 @@ def _restore(state: _State) -> None:
 
 
 class Turns(Generic[Result]):
-    """Runs functions in threads, only one at any time; see [Note: one thread at a time]."""
+    """Runs functions in alternating threads; see [Note: one thread at a time]."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -50,9 +48,7 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one function in each thread, all with the caller's random state, which it
-        restores.
-        """
+        """Runs one function per thread, each starting from the caller's random state."""
         state = random_state(), 0
         threads = [
             threading.Thread(
@@ -78,7 +74,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Gives the other threads their turns until a condition is true."""
+        """Gives the turn to other threads until a condition is true."""
         self._go_on()
         if ready():
             return
@@ -92,13 +88,11 @@ class Turns(Generic[Result]):
         self._away[seat] += time.perf_counter() - left
 
     def seconds(self) -> float:
-        """Returns the time on this thread's clock, which is stopped during the turns of other
-        threads.
-        """
+        """Returns the time on this thread's clock, which stops while other threads run."""
         return time.perf_counter() - self._away[self._local.seat]
 
     def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
-        """Runs a function in its thread, from its first turn until its end."""
+        """Runs a function in its thread from the first turn until the end."""
         self._local.seat = seat
         started = time.perf_counter()
         try:
@@ -112,24 +106,22 @@ class Turns(Generic[Result]):
         self._pass_on(seat)
 
     def _wait_for(self, seat: int) -> None:
-        """Blocks this thread until its turn, or until another thread has failed."""
+        """Blocks this thread until its turn or until another thread has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._turn == seat or self._failure is not None)
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can continue, and fails if all threads are
-        waiting.
-        """
+        """Gives the turn to the next thread that can continue. Fails if all threads are waiting."""
         waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
         order = sorted(waiting, key=lambda number: (number <= seat, number))
         chosen = next((number for number in order if waiting[number]()), None)
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
-                    "Worker groups wait for groups that are waiting for something else or have"
-                    f" ended: {', '.join(map(str, waiting))}. The groups do not take the same"
-                    " steps. Real processes would wait until the timeout."
+                    "The following worker groups are waiting for groups that have ended or are"
+                    f" waiting at a different point: {', '.join(map(str, waiting))}. The groups do"
+                    " not take the same steps. Real processes would wait until the timeout."
                 )
             )
         with self._changed:
@@ -150,7 +142,7 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
-    """Makes the topologies of worker groups of one rank each, whose threads take turns."""
+    """Creates the topologies of worker groups of one rank each, in alternating threads."""
     meetings: dict[int, _Meeting] = defaultdict(_Meeting)
     # The number of messages that each group has posted on each exchange, by engine.
     controls, progresses, payloads, second_hops = (
@@ -180,7 +172,7 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
-    """The communicator of all groups. Each operation is a meeting, in the order of the program."""
+    """The communicator of all groups, in which each operation is a meeting of all threads."""
 
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
@@ -204,7 +196,7 @@ class SimulatedWorld(Communicator):
         tensor.copy_(parts[source])
 
     def _meet(self, operation: str, value: Value) -> list[Value]:
-        """Waits until all groups have provided a value, and returns the values in rank order."""
+        """Waits until all groups have provided a value and returns the values in rank order."""
         meeting = self._meetings[self._number]
         meeting.brought[self._rank] = operation, value
         self._until(lambda: len(meeting.brought) == self.size)
@@ -212,7 +204,7 @@ class SimulatedWorld(Communicator):
         if len(set(operations)) > 1:
             points = ", ".join(f"group {rank}: {name}" for rank, name in enumerate(operations))
             raise RuntimeError(
-                f"The worker groups are at different points of the program ({points}). Real"
+                f"The worker groups are at different points in the program ({points}). Real"
                 " processes would wait for each other until the timeout."
             )
         meeting.left += 1
@@ -223,7 +215,7 @@ class SimulatedWorld(Communicator):
 
 
 class TurnTakingExchange(Exchange[tuple[int, object]]):
-    """An exchange that lets the other groups have their turns until all have posted."""
+    """An exchange in which each group gives the turn to other groups until all have posted."""
 
     bytes_sent: int
     bytes_received: int
