@@ -243,7 +243,7 @@ def test_a_second_engine_between_devices_is_refused_until_the_first_has_ended() 
         shown_run(make())
         return refusal
 
-    message = "another engine .*also exchanges over NCCL .on 2 of 2 ranks.*finish.* or close.* leave ':nccl' out"
+    message = "another engine .*also exchanges over NCCL .on 2 of 2 ranks.*finish.* or close.* remove ':nccl'"
     for refusal in run_ranks(run, 2, timeout=60):
         assert re.search(message, refusal)
 

@@ -652,7 +652,7 @@ def test_payloads_that_rot_or_vanish_in_the_store_are_named_and_sent_again(
     record = lose_payloads(world)
     world.more(2)
     where = f"payloads of round {record.round} of fragment 0"
-    assert sum(f"{where} are gone from the store" in text for text in caplog.messages) == 1
+    assert sum(f"{where} are missing from the store" in text for text in caplog.messages) == 1
     for site in world.sites.values():
         assert site.donors == []
     world.run(lambda: world.status()["trouble"] is None)
