@@ -153,7 +153,7 @@ class Connection(NamedTuple):
 
 
 def _is_connection(descriptor: int) -> bool:
-    """Returns whether a socket is a TCP connection. Raises OSError if the socket is not connected."""
+    """Returns whether a socket is a TCP connection. Raises OSError if it is not connected."""
     with socket.socket(fileno=os.dup(descriptor)) as opened:
         opened.getpeername()
         is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)

@@ -294,7 +294,7 @@ class Topology:
         return self.ranks[self.group_rank]
 
     def is_stale(self) -> bool:
-        """Returns whether the default process group was replaced after this topology was created."""
+        """Returns whether the default process group has changed since this object was created."""
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod

@@ -198,7 +198,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
     ledger.skip("b", incarnation(), Call(0, 1), 1.1)
     assert close(ledger, 1.1) == ["a"]
     assert offer(ledger, B) == [Answer.LATE]
-    with pytest.raises(Refused, match="builds on records that are not here"):
+    with pytest.raises(Refused, match="builds on records that this hub lacks"):
         offer(ledger, contribution("a", round=3))
     with pytest.raises(Refused, match="different history"):
         ledger.contribute(replace(contribution("a", 2), previous="11" * 32), incarnation(), 1.0)
@@ -644,7 +644,7 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
     for make, message in (
         (lambda: 0, "quorum=0 is out of range: it must be at least 1"),
         (lambda: 0.5, "neither a number of sites nor a Quorum"),
-        (WithATensor, "arguments that do not fit into the run config"),
+        (WithATensor, "arguments that the run config cannot store"),
         (of_main, "of a class that the hub cannot import: __main__.Made"),
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):

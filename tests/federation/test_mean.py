@@ -204,7 +204,7 @@ def test_a_teacher_that_is_not_finite_at_the_first_site_reaches_no_other(mean: s
 def test_payloads_and_terms_that_a_hub_cannot_average_are_refused() -> None:
     clipped = OuterOptimizer(clip_norm=1.0)
     for choices, message in (
-        ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
+        ({"compression": "int8"}, "a hub can decode only 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),
         ({"outer_optimizer": clipped}, "clip_norm=1 does not work with mean='hub'"),
     ):

@@ -289,10 +289,13 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
 
 def test_arguments_that_contradict_a_hub_that_starts_itself_are_refused() -> None:
     for arguments, message in (
-        ({"hub": "a:1"}, "site=None is not a name"),
+        ({"hub": "a:1"}, "site=None is not a valid name"),
         ({"sites": 0}, "sites=0 is out of range: it must be a whole number of at least 1"),
-        ({"sites": 2, "hub": "a:1,b:1"}, "names 2 addresses, but a hub starts itself at one"),
-        ({"site": "site b"}, "site='site b' is not a name"),
+        (
+            {"sites": 2, "hub": "a:1,b:1"},
+            "names 2 addresses, but a hub that starts automatically has only one",
+        ),
+        ({"site": "site b"}, "site='site b' is not a valid name"),
     ):
         with pytest.raises(ValueError, match=message):
             Federation(RUN, **arguments)
