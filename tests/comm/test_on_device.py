@@ -264,7 +264,7 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
     messages = [error[error.rindex(start) :] for error in errors]
     assert len(messages) == 2
     for message in messages:
-        assert "cannot exchange over mute" in message
+        assert "cannot exchange messages over mute" in message
         assert "NCCL_SOCKET_IFNAME" in message
     assert "no route to host" in messages[0], "the first to fail knows why"
 

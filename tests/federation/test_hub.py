@@ -350,7 +350,7 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
     world.service.close()
     shutil.rmtree(first)
     for folder in (copy, copy / ".." / "copy"):
-        with pytest.raises(ValueError, match="the run itself is in that folder"):
+        with pytest.raises(ValueError, match="is the folder of the run itself"):
             world.start(ledger=copy / "hub.sqlite", backups=folder)
     world.start(ledger=copy / "hub.sqlite", backups=first)
     records = world.status()["records"]

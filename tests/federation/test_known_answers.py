@@ -228,7 +228,7 @@ def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_ou
     with pytest.raises(AgreementError, match="a hold 0000000000000007; b hold 0000000000000008"):
         close(ledger, 15.0)
     ledger.evict("b")
-    with pytest.raises(Refused, match="b was evicted from the run: ask its operator"):
+    with pytest.raises(Refused, match="b was evicted from the run. Ask the operator"):
         heartbeat(ledger, "b", 15.0)
     assert close(ledger, 15.0) == ["a"]
     with pytest.raises(Refused, match="evicted"):

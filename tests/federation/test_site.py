@@ -784,7 +784,7 @@ def test_sites_with_checkpoints_newer_than_a_backup_refound_the_run(
         site.resume(state)
     train(sites, 1)
     trouble = str(hub.coordinator.status()["trouble"])
-    assert "s0 has applied 4 rounds of fragment 0, and this ledger has 1" in trouble
+    assert "s0 has applied 4 rounds of fragment 0, but this ledger has only 1" in trouble
     assert "sdiloco hub --refound" in trouble
     assert caplog.messages.count(trouble) == 1
     assert any("sdiloco hub --refound" in text for text in caplog.messages if "Site s0" in text)
@@ -1390,7 +1390,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"rounds": 2.0},
         "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least 1",
     ),
-    ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
+    ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string. Set hub to an address"),
     (
         {"hub": "a.example"},
         "hub='a.example' is not an address: give one with a port, such as a.example:29400",

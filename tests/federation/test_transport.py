@@ -356,7 +356,7 @@ def test_a_blob_is_refused_by_its_announcement_or_for_bytes_that_differ_from_it(
     blob = bytes(3 * CHUNK)
     flipped = bytearray(blob)
     flipped[CHUNK] ^= 1
-    with pytest.raises(HubError, match="not those announced"):
+    with pytest.raises(HubError, match="do not match the announced key"):
         site._sent(announced(site, blob), memoryview(flipped))
     with pytest.raises(HubError):
         site.get(key_of(blob))
@@ -497,7 +497,7 @@ def test_a_connected_member_is_cut_off_once_its_certificate_is_no_longer_valid(
 def test_a_refusal_is_not_answered_by_calls_without_end(
     hub: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refuse = Mock(side_effect=Refused("round 3 builds on a different history from this hub's"))
+    refuse = Mock(side_effect=Refused("round 3 builds on a different history than the hub's"))
     hub.handler.call = refuse  # type: ignore[method-assign]
 
     def tries() -> int:
@@ -558,7 +558,7 @@ def test_a_later_incarnation_replaces_an_earlier_one_and_events_reach_their_addr
     first = earlier.events(dict)
     second = later.events(dict)
     assert next(first) == next(second) == Event("welcome", {"to": "site-a"})
-    with pytest.raises(Refused, match="watches from elsewhere"):
+    with pytest.raises(Refused, match="has opened a watch from elsewhere"):
         list(first)
     with pytest.raises(Busy, match="in use by a running process"):
         earlier.send(b"from the grave")
