@@ -90,7 +90,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """An open TCP connection of this process. Any library may have opened it."""
+    """An open TCP connection of this process, possibly opened by another library."""
 
     descriptor: int
     inode: int
@@ -230,8 +230,8 @@ class Pace:
 
 
 class Pacing:
-    """Paces the connections over which a rank sends messages together. Any thread may call these
-    methods.
+    """Paces the connections over which a rank sends messages together. All methods are
+    thread-safe.
     """
 
     def __init__(self, connections: Set[Connection] = frozenset()) -> None:

@@ -98,8 +98,8 @@ def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
     elif int(worker_groups) >= 1:
         return int(worker_groups)
     raise ValueError(
-        f"worker_groups={worker_groups!r} is {fault}. Set worker_groups to a whole number of at"
-        " least 1, or to 'auto' for one group per node (per device on a single node)."
+        f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or"
+        " 'auto' for one group per node (per device on a single node). Choose one of these."
     )
 
 

@@ -349,7 +349,7 @@ class Ledger:
         for site in sorted(self._known_sites().difference(present)):
             missing.append(f"{site} ({'silent' if site in self.members else 'gone'})")
         return (
-            f"rounds need {fewest} sites (quorum), but only {len(present)} are present:"
+            f"rounds need {fewest} sites (quorum), but only these are present:"
             f" {', '.join(present)}. Missing:"
             f" {', '.join(missing) or 'sites that have never contributed'}. Restart the missing"
             f" sites or lower the quorum: sdiloco hub amend --quorum {len(present)}"

@@ -10,7 +10,7 @@ together. Each number is a position in the hub's journal and is written only onc
 the loop of `FederatedWorld`. The network threads access only the copies of the follower's values
 made by `HubConnection.hello` and `heartbeat`, so the follower needs no lock. If a connection
 breaks, the network threads reconnect, send another hello, and resend all outstanding contributions
-without any action by the caller. Any event may therefore arrive twice, and the follower must handle
+without any action by the caller. Events may therefore arrive twice, and the follower must handle
 duplicates.
 """
 

@@ -86,7 +86,9 @@ class SimulatedJournal:
 
     def append(self, seq: int, record: Bytes, notes: Notes | None = None) -> None:
         if seq != self.last + 1:
-            raise Refused(f"record {seq} is not the next one, because the ledger has {self.last + 1} records.")
+            raise Refused(
+                f"record {seq} is not the next one, because the ledger has {self.last + 1} records."
+            )
         self._require_new(seq)
         self._begin()
         self.disk.records[seq] = bytes(record)

@@ -171,7 +171,10 @@ def test_missing_options_files_and_packages_are_named(
     new = ["hub", "--run", "r", "--insecure", "--sites", "1"]
     for command, message in (
         (["hub"], "give its name"),
-        (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "none.sqlite does not exist"),
+        (
+            ["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"],
+            "none.sqlite does not exist",
+        ),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
         ([*new, "--ledger", "etcd://a:2379/r"], "but the ledger must be a file"),
         (["status"], "Give the hub's address"),

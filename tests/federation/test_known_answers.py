@@ -225,7 +225,9 @@ def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_ou
     ledger = ledger_of("ab")
     offer(ledger, A, OTHER_B)
     assert close(ledger, 5.0) == []
-    with pytest.raises(AgreementError, match="a hold 0000000000000007; b hold 0000000000000008"):
+    with pytest.raises(
+        AgreementError, match="a with digest 0000000000000007; b with digest 0000000000000008"
+    ):
         close(ledger, 15.0)
     ledger.evict("b")
     with pytest.raises(Refused, match="b was evicted from the run. Ask the operator"):
@@ -313,7 +315,7 @@ def test_a_lost_quorum_names_the_sites_that_are_missing_and_what_to_do() -> None
     heartbeat(ledger, "a", 5.0)
     lost = ledger.lost_quorum(11.0)
     assert lost is not None
-    assert "only 1 here: a. Missing: b (silent)" in lost
+    assert "only these are present: a. Missing: b (silent)" in lost
     assert "--quorum" in lost
     assert ledger.lost_quorum(99.0) is None, "nobody is there that waits"
     assert ledger_of("a", quorum=DynamicBackup(1.0)).lost_quorum(1.0) is None
@@ -645,7 +647,7 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
         (lambda: 0, "quorum=0 is out of range: it must be at least 1"),
         (lambda: 0.5, "neither a number of sites nor a Quorum"),
         (WithATensor, "arguments that the run config cannot store"),
-        (of_main, "of a class that the hub cannot import: __main__.Made"),
+        (of_main, "has a class that the hub cannot import: __main__.Made"),
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):
         with pytest.raises(ValueError, match=message):

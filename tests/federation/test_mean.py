@@ -218,5 +218,5 @@ def test_payloads_and_terms_that_a_hub_cannot_average_are_refused() -> None:
     with pytest.raises(Refused, match="do not have the sizes"):
         site.hub.coordinator._require_size(too_short)
     sharded = patch.object(config, "ShardedLayout", WholeLayout)
-    with sharded, pytest.raises(ValueError, match="sharded over the ranks"):
+    with sharded, pytest.raises(ValueError, match="sharded across ranks"):
         Site(VirtualHub(1), 0, **CHOICES)

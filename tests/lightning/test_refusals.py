@@ -530,7 +530,7 @@ SPLIT_ADVICE = "Change worker_groups or the number of devices or nodes"
 NCCL: Table = [
     (
         {"devices": 2, "exchange": "auto:nccl"},
-        "exchange='...:nccl' was given ... trains on cpu ... only CUDA devices ... leave ... for gloo",
+        "exchange='...:nccl' was given ... trains on cpu ... only CUDA devices ... remove ':nccl' to use gloo",
     ),
 ]
 WORLDS: Table = [
