@@ -270,9 +270,14 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
             BY_TORCHRUN,
             None,
             2,
-            "torchrun does not report an address.* under torchrun give Federation",
+            "torchrun does not report an address.* Under torchrun, use Federation",
         ),
-        ({}, None, 2, "script does not report an address. Set MASTER_ADDR and MASTER_PORT"),
+        (
+            {},
+            None,
+            2,
+            "script does not report an address. On all hosts, set MASTER_ADDR and MASTER_PORT",
+        ),
     ):
         launched(variables)
         with pytest.raises(ValueError, match=message):
@@ -316,7 +321,7 @@ def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
         hub_there._make_keys()
         (tmp_path / "hub").rename(tmp_path / "not-shared")
         hub_elsewhere = hub_there._replace(is_here=False)
-        with pytest.raises(ValueError, match=r"but this host has no such folder. Give a folder"):
+        with pytest.raises(ValueError, match=r"but this host has no such folder. Use a folder"):
             hub_elsewhere.prepare("b", patience=60.0)
         (tmp_path / "not-shared").rename(tmp_path / "hub")
         hub_elsewhere.prepare("b", patience=60.0)

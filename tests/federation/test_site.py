@@ -713,7 +713,7 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     assert sorted(continuing) == [
         f"Site s{i} continues to train while no rounds close: the disk is full" for i in (0, 1)
     ]
-    assert over == "rounds can close again; this problem is resolved: the disk is full"
+    assert over == "rounds can close again, because this problem is resolved: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
@@ -1302,7 +1302,7 @@ def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> No
     train(sites, 40)
     assert [record.final for record in hub.records()] == [False] * 4 + [True]
     assert agree(sites)
-    with pytest.raises(Refused, match="the run has ended"):
+    with pytest.raises(Refused, match="the run or some of its fragments have ended"):
         hub.coordinator.amend({"rounds": 9})
 
 
