@@ -259,7 +259,7 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     assert "site-b.bundle: for site site-b" in told("keys", "add", folder, "site-a", "site-b")
     told("keys", "add", folder, "boss", "--role", "operator")
     # A hub that has only its bundle cannot bind the others to a run.
-    with pytest.raises(ValueError, match="Start the hub with the folder of keys"):
+    with pytest.raises(ValueError, match="Start the hub with the key folder"):
         load(Path(folder) / "hub.bundle").bound(RUN)
     # The run is that of the first hub. Sites may have got their bundles before.
     assert load(folder, "site-b").identity.run == UNBOUND
@@ -280,10 +280,10 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     newest = load(add_keys(folder, "site-a")).certificate
     assert revoke_keys(folder, "site-a") == [fingerprint(newest)]
     cases = [
-        (["init", str(keys)], "has keys already"),
-        (["init", empty, "--run", "a/b"], "run='a/b' cannot be a name"),
-        (["add", empty, "site"], "has no keys yet"),
-        (["add", str(keys), "../site"], "cannot be a name"),
+        (["init", str(keys)], "already contains keys"),
+        (["init", empty, "--run", "a/b"], "run='a/b' is not a valid name"),
+        (["add", empty, "site"], "does not contain keys yet"),
+        (["add", str(keys), "../site"], "is not a valid name"),
         (["add", str(keys), "site", "--days", "0"], "days=0 is out of range"),
         (["add", str(keys), "site", "--role", "king"], "role"),
         (["add", str(keys)], "names"),

@@ -706,7 +706,7 @@ def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_ther
     assert second.sends_bytes_per_s > 0
     assert restarted.sends_bytes_per_s == 0
     world.service.close()
-    with pytest.raises(ExchangeError, match="Each rank of a site calls the hub itself"):
+    with pytest.raises(ExchangeError, match="Each rank of a site calls the hub directly"):
         world.connect("a", patience=0.0).reach()
 
 

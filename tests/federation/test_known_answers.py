@@ -732,7 +732,7 @@ def welcome(follower: Follower, closed: Record, **fields: Any) -> None:
 
 def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint() -> None:
     state = follower_of().state_dict()
-    with pytest.raises(ValueError, match="checkpoint was damaged"):
+    with pytest.raises(ValueError, match="checkpoint is damaged"):
         newcomer(2).load_state_dict(state, [DIGEST + 1])
     follower = follower_of(20)
     sent = launched(follower, 20, finite=False, norm_squared=float("nan"))
@@ -793,13 +793,13 @@ def test_a_hub_with_fewer_or_other_records_is_refused_and_records_come_in_any_or
         follower.learn(closed)
     assert follower.due(0) == [first]
     for parted in (replace(third, previous=RUN_CONFIG), replace(second, final=True)):
-        with pytest.raises(AgreementError, match="histories have parted"):
+        with pytest.raises(AgreementError, match="histories have diverged"):
             follower.learn(parted)
     learn_and_land(follower, (first, second, third))
     welcome(follower, third)
     with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, but a has applied 3"):
         welcome(follower, second)
-    with pytest.raises(AgreementError, match="histories have parted"):
+    with pytest.raises(AgreementError, match="histories have diverged"):
         welcome(follower, replace(third, final=True))
     behind = follower_of()
     welcome(behind, RECORDS[RETENTION - 1])
@@ -910,8 +910,8 @@ def test_a_state_is_verified_against_the_records() -> None:
     tenth = snapshot(*RECORDS[:10])
     for offered, digest, message in (
         (tenth, 8, "damaged"),
-        (snapshot(*RECORDS[:10], digest=8), 8, "differs from the others'"),
-        (snapshot(*RECORDS[:3]), DIGEST, "later records are gone"),
+        (snapshot(*RECORDS[:10], digest=8), 8, "differs from the other sites"),
+        (snapshot(*RECORDS[:3]), DIGEST, "later records are no longer available"),
         (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "different history"),
     ):
         with pytest.raises(Refused, match=message):

@@ -367,7 +367,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     client.call("status")
     line.target = port
     line.cut()
-    until(lambda: "has followed a later hub of this run" in refusal_of(client))
+    until(lambda: "has already followed a later hub of this run" in refusal_of(client))
     line.close()
     client.close()
     earlier.close()

@@ -586,7 +586,7 @@ def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
     warnings = [text for text in caplog.messages if "inner learning rate" in text]
     assert len(warnings) == 1, warnings
     (warning,) = warnings
-    assert f"of s2 is {rate:.3g}, and the other sites' is {rate / 10:.3g}" in warning
+    assert f"of s2 is {rate:.3g}, but the other sites use {rate / 10:.3g}" in warning
     sites: Any = first.hub.coordinator.status()["sites"]
     rates = [sites[f"s{index}"]["inner_lr"] for index in range(3)]
     assert rates == pytest.approx([rate / 10, rate / 9, rate])
@@ -702,8 +702,8 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     first.reconnect()
     train(sites, 2)
     gone, back = caplog.messages
-    assert "continues to train without it" in gone
-    assert back == "The hub is back: site s0 sends its training."
+    assert "continues training without the hub" in gone
+    assert back == "The hub is back, and site s0 is sending its training."
     caplog.clear()
     with patch.object(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full"))):
         train(sites, 12)
@@ -749,7 +749,7 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     restarted(sites, earlier(hub, 6))
     train(sites, 20)
     assert not torch.equal(sites[0].local(), local_before)
-    warning = "The site continues to train without that hub"
+    warning = "The site continues training without that hub"
     warnings = [text for text in caplog.messages if warning in text]
     assert len(warnings) == 2, warnings
     restarted(sites, full_ledger)
@@ -763,7 +763,7 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     train(sites, 1)
     hub.passes(1.5)
     sites[0].reconnect()
-    with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub knows 2 rounds"):
+    with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub has 2 rounds"):
         train(sites, 1)
 
 
@@ -875,7 +875,7 @@ def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave(period: int) 
             train(sites, 1)
 
     message = (
-        "8 of the last 16 contributions of s2 to fragment . were left out, the last one because"
+        "8 of the last 16 contributions of s2 to fragment . were left out, most recently because"
     )
     with pytest.raises(AgreementError, match=f"{message} it is .* for s2 itself, .* of s0, s1"):
         train_with_a_constant()
@@ -1401,16 +1401,16 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hub": "a.example:99999"},
-        "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535",
+        "hub='a.example:99999' has port 99999, but a port must be a number from 1 to 65535",
     ),
     (
         {"hub": "a.example:0"},
-        "hub='a.example:0' has port 0: a port is a number from 1 to 65535",
+        "hub='a.example:0' has port 0, but a port must be a number from 1 to 65535",
     ),
     ({"hub": "a.example:port"}, "hub='a.example:port' is not an address"),
     (
         {"hub": "/mnt/run"},
-        "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one",
+        "hub='/mnt/run' is a folder or bucket, but sites connect to a hub. Start a hub",
     ),
     ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
     ({"insecure": False}, "site 'a' needs either keys or insecure=True"),

@@ -290,7 +290,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     revoke_keys(served.keys, "leaver")
     with pytest.raises(Denied, match="has been revoked"):
         leaver.call("ping")
-    with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="update the older side"):
+    with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="Update the older side"):
         served.client("site-a").call("ping")
     # The hub is updated first.
     with patch.object(keys_module, "PROTOCOL", PROTOCOL + 1):
@@ -368,7 +368,7 @@ def test_the_size_of_a_blob_is_checked_before_memory_is_taken(served: Served) ->
     key = put(site, bytes(CHUNK))
     with pytest.raises(Refused, match="too large"):
         site.get(key, 1 << 60)
-    with pytest.raises(Malformed, match=r"has 262,143 bytes, but the hub says 262,144"):
+    with pytest.raises(Malformed, match=r"has 262,143 bytes, but the hub announced 262,144"):
         site.get(key, CHUNK - 1)
     assert site.get(key, CHUNK) == bytes(CHUNK)
 
@@ -381,7 +381,7 @@ def test_small_blobs_come_in_one_stream_however_much_of_it_a_message_takes(serve
     fetched = site.get_small(payloads)
     assert [fetched[payload.key] for payload in payloads] == blobs
     (*_, last, _) = payloads
-    for size, error in ((3, "more than was requested"), (5, "ended a stream too early")):
+    for size, error in ((3, "more than was requested"), (5, "ended a stream prematurely")):
         with pytest.raises((Refused, HubError), match=error):
             site.get_small([Payload(last.key, size)])
     with pytest.raises(Missing):
@@ -616,7 +616,7 @@ def test_a_site_too_far_away_hears_the_limit(hub: Served) -> None:
     options = {**dict(client.CLIENT_OPTIONS), "grpc.min_reconnect_backoff_ms": 5_000}
     with patch.object(client, "CLIENT_OPTIONS", list(options.items())):
         site = hub.client("site-a", port=line.port, channels=1)
-    with pytest.raises(HubUnreachable, match="longer than 6 s"):
+    with pytest.raises(HubUnreachable, match="longer than the limit of 6 s"):
         site.round_trip()
     line.close()
 
