@@ -76,8 +76,8 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Gathers and stacks the tensors of all ranks. Gradients flow back to the ranks they came
-        from.
+        """Gathers and stacks the tensors of all ranks. Gradients flow back to the corresponding
+        ranks.
         """
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
@@ -265,7 +265,7 @@ def encode(value: PlainValue) -> bytes:
     """Encodes a plain value as bytes.
 
     Raises:
-        TypeError: If part of the value is not plain. The message names that part.
+        TypeError: If any part of the value is not plain. The message names that part.
 
     Examples:
         >>> decode(encode({"loss": (0.5, None), 3: torch.ones(2)}))

@@ -35,11 +35,11 @@ class Unanswered(Exception):
 
 
 class Exchange(ABC, Generic[Posted]):
-    """Carries messages between the worker groups.
+    """An exchange of messages between worker groups.
 
     Attributes:
         device: The device that outgoing messages must be on.
-        learns_sizes: Whether messages may be posted before the receivers know their lengths.
+        learns_sizes: True if messages may be posted before the receivers know their lengths.
         arrived: The arrival time of each group's latest message, if known. The entry for this group
             is 0.
         sends_bytes_per_s: The bandwidth of the link to each receiver, or 0 if it is unknown.
@@ -63,7 +63,7 @@ class Exchange(ABC, Generic[Posted]):
         """Starts sending messages and returns immediately.
 
         Args:
-            messages: Flat bytes, one message for each group.
+            messages: One message of flat bytes for each group.
             sizes: The length of the incoming message from each group. None means that all incoming
                 messages are as long as this group's message, and () means that `collect` receives
                 the lengths.
@@ -79,7 +79,7 @@ class Exchange(ABC, Generic[Posted]):
             posted: The result of `post`.
             deadline: The ``time.monotonic()`` value after which `Unanswered` is raised.
             sizes: The lengths of the incoming messages. Required only if `post` was called without
-                them.
+                lengths.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Exchange(ABC, Generic[Posted]):
 
 
 AnyExchange: TypeAlias = Exchange[Any]
-"""An exchange whose type of posted messages does not matter to the caller."""
+"""An exchange with any type of posted messages."""
 
 
 # Over gloo
@@ -369,8 +369,7 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     """An exchange between worker groups in the same process. Each group has its own instance.
 
     A table per engine holds the messages until all groups have collected them. Collecting before
-    all groups have posted is an error, because the groups share one thread and waiting would never
-    end.
+    all groups have posted is an error. The groups share one thread, so waiting would deadlock.
     """
 
     def __init__(
@@ -464,22 +463,23 @@ class _OnDevice(NamedTuple):
 class DeviceExchange(Exchange[_OnDevice]):
     """An exchange that sends directly from device to device. The host only polls for completion.
 
-    All messages of a flight form one group call of the backend, which cannot deadlock regardless of
-    the order of sends and receives. The backend matches messages by the order in which ranks post
-    them, so each exchange needs a separate process group. Both hops of a flight use the same
-    exchange from a single thread.
+    All messages of a flight are sent in a single group call of the backend. Such a call cannot
+    deadlock, regardless of the order of sends and receives. The backend matches messages by the
+    order in which ranks post them, so each exchange needs a separate process group. Both hops of a
+    flight use the same exchange from a single thread.
 
-    [Note: the stream never waits for another rank] With such a backend, ``wait()`` blocks the
-    stream instead of the host, so ``wait()`` is called only after every message has arrived. The
-    same stream also encodes the next flight and decodes the previous one, and blocking it earlier
-    would delay both until the slowest group answers, with no time limit.
+    [Note: the stream never waits for another rank] With a device backend such as NCCL, ``wait()``
+    blocks the stream instead of the host. The exchange therefore calls ``wait()`` only after every
+    message has arrived. The same stream also encodes the next flight and decodes the previous one.
+    If the stream were blocked earlier, both flights would have to wait for the slowest group
+    without a time limit.
 
     [Note: devices send in one order] A device that starts sending is busy until its peer starts
     sending. Until then, an operation that synchronizes the whole device, such as loading a kernel
     for the first time, waits for the peer. Messages are therefore sent in `collect`, in the same
-    order on all ranks. By then, the control vectors of all groups have arrived, so all messages are
-    ready. Hops of two flights that start in different orders deadlock. Two engines have no common
-    order, so only one of them may have a channel at a time.
+    order on all ranks. When `collect` is called, the control vectors of all groups have arrived, so
+    all messages are ready. Hops of two flights that start in different orders deadlock. Two engines
+    have no common order, so only one of them may have a channel at a time.
     """
 
     learns_sizes = False

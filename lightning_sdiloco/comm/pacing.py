@@ -2,7 +2,7 @@
 
 Pacing was measured with ``python -m benchmarks.flights``. Over links of 30 Mbit/s with round trips
 of 50 ms, flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as the bare transfer of
-their bytes. Without pacing, they take 1.31, 1.54 and 1.45 times as long.
+their bytes. Without pacing, the same flights take 1.31, 1.54 and 1.45 times as long.
 
 [Note: why pace] A mean waits for the slowest message, and TCP shares a link fairly only in the long
 run. When seven connections send for a second, some get half the bandwidth of others. After a pause,
@@ -44,8 +44,8 @@ the link's queue."""
 _QUEUE_S = 0.015
 _QUEUE_SHARE = 0.03
 _LOST_SHARE = 0.005
-"""Limits above which a rate counts as too high: queueing time in seconds and as a share of the
-transfer, and the share of lost packets."""
+"""The limits for queueing time (in seconds and as a share of the transfer) and for packet loss. A
+rate that exceeds one of these limits is too high."""
 
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
@@ -55,11 +55,11 @@ _LARGEST_STEP = 0.5
 
 _MOST = 1.25
 _LEAST = 1.05
-"""Bounds for the rate: a multiple of the delivered rate at most, and a multiple of the sent rate at
-least."""
+"""The upper bound of the rate as a multiple of the delivered rate, and the lower bound as a
+multiple of the sent rate."""
 
 _REMEMBERED = 8
-"""The number of recent hops to compare. Queueing or loss in all of them is not caused by the
+"""The number of recent hops to compare. Queueing or loss in all of these hops is not caused by the
 rate."""
 
 
@@ -242,8 +242,8 @@ class Pacing:
         self._lock = threading.Lock()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Sets the rate of the next messages from measurements of the last ones. Call this method
-        before sending.
+        """Sets the rate of the next messages from measurements of the previous messages. Call this
+        method before sending.
         """
         nbytes = sum(sizes)
         if not self._connections or not nbytes:

@@ -170,8 +170,8 @@ class SharedGloo:
 
 
 def devices_of(backend: object) -> list[object]:
-    """Returns the gloo devices of a backend. The list is empty if torch does not report them, and
-    each process group then has its own device.
+    """Returns the gloo devices of a backend. If torch does not report the devices, the list is
+    empty and each process group has its own device.
     """
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
@@ -202,8 +202,8 @@ class Topology:
         engine: The number of the engine that owns these channels, or 0 if no engine owns them.
         numbers: An iterator over the numbers of engines that share these ranks, in order of
             creation.
-        starts: Digests by rank of models that started with different values on different ranks.
-            Engines that share these ranks add to the list.
+        starts: The digests, by rank, of models that started with different values. Engines that
+            share these ranks add to the list.
     """
 
     num_groups: int = 1
@@ -519,7 +519,7 @@ def _process_group(
 @contextmanager
 def _unbound(is_gloo: bool) -> Iterator[None]:
     """Unbinds the default process group from its device while gloo groups are created. Otherwise,
-    torch would split them off the default group, which gloo does not support.
+    torch would split the gloo groups off the default group, which gloo does not support.
     """
     if not is_gloo:
         yield

@@ -1,4 +1,4 @@
-"""Detection of collectives over all ranks that user code issues during training."""
+"""Detects collectives over all ranks that user code issues during training."""
 
 import logging
 
@@ -61,9 +61,9 @@ class WorldWatch:
         if self._in_a_row == _IN_A_ROW:
             self.stop()
             _log.warning(
-                "User code called torch.distributed over all ranks in %d %s in a row, so every"
-                " worker group waits for the slowest group in every batch. %s This warning is"
-                " shown once.",
+                "User code ran torch.distributed collectives over all ranks in %d %s in a row, so"
+                " every worker group waits for the slowest group in every batch. %s This warning"
+                " is shown once.",
                 _IN_A_ROW,
                 self._unit,
                 self._advice,

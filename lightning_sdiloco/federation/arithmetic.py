@@ -109,7 +109,7 @@ class Fetch(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The payloads of a site or the hub, by rank, with the way to decode them."""
+    """The payloads of a site or the hub, by rank, with their decoder."""
 
     ranks: int
     is_exact: bool
@@ -128,7 +128,7 @@ class _Average:
         controls: The control vectors of the contributions, in the order of the record.
         count: The contributions that count, with their factors.
         sources: The payloads that were averaged.
-        span: The time that averaging took.
+        span: The time spent averaging.
     """
 
     values: Tensor
@@ -202,8 +202,8 @@ class SiteArithmetic:
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
     def _described(self, launch: Launch, begun: Contribution, payload: Payload) -> Contribution:
-        """Adds the payloads of all ranks to a contribution, with the values by which the hub and
-        the sites judge the contribution. In-group collective.
+        """Completes a contribution with the payloads of all ranks and the values that the hub and
+        the sites check. In-group collective.
         """
         norm = norm_squared(launch.gradient)
         # A non-finite norm is not decisive, because it may overflow even if every value is finite.
@@ -386,7 +386,7 @@ class SiteArithmetic:
     def _mean_of_unlike(
         self, layout: FragmentLayout, sources: Sequence[_Source], count: Count, like: Tensor
     ) -> Tensor:
-        """Averages contributions of sites that differ in their number of ranks or in their code."""
+        """Averages contributions from sites with different codes or numbers of ranks."""
         codes = [source.all_reduce.compression for source in sources]
         decoded = [
             self._stretch(layout, source, code.decode, like)
@@ -535,8 +535,9 @@ def landed_rows(
     rule: LandingRule,
     ranks: Communicator,
 ) -> list[Tensor]:
-    """Gathers the values that a landing rule requests. Some come from the launch, and some are the
-    outer parameters ``after`` the record, already available as ``gathered``. In-group collective.
+    """Gathers the values that a landing rule requests. The values come from the launch or are the
+    outer parameters ``after`` the record, which are already available as ``gathered``. In-group
+    collective.
     """
     rows = []
     for row in rule.gathered(launch.gradient, launch.outer, after):

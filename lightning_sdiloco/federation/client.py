@@ -141,7 +141,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """A gRPC client of a hub, with one connection for calls and events and several connections for
+    """A gRPC client for a hub, with one connection for calls and events and several connections for
     parts of blobs.
     """
 

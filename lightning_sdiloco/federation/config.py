@@ -56,10 +56,10 @@ class Federation:
             starts automatically, None selects the keys in the hub's folder, which all hosts must be
             able to read.
         insecure: Whether to connect without TLS and ``keys``. The hub must also run without TLS.
-        lease: How long a round waits for a site whose heartbeats have stopped, in seconds.
-        grace: How long a round stays open after its first contribution, in seconds. Training waits
-            for a landing for at most one second less. With ``"auto"``, a round stays open for ten
-            seconds and training never waits.
+        lease: The time in seconds that a round waits for a site whose heartbeats have stopped.
+        grace: The time in seconds that a round stays open after its first contribution. Training
+            waits for a landing at most one second longer. With ``"auto"``, a round stays open for
+            ten seconds and training never waits.
         quorum: The minimum number of sites in a round. The round waits for further sites until the
             grace period ends. Alternatively, pass a `Quorum`, such as `DynamicBackup`, that decides
             which sites to wait for.
@@ -68,8 +68,8 @@ class Federation:
             the next contribution is also late, that contribution is carried. With ``"carry"``, the
             contribution remains in the local parameters and counts in a later round. Sites may use
             different values.
-        patience: How long the site waits for the hub before training, or continues training without
-            the hub, in seconds. After that, the site stops with an error.
+        patience: The maximum time in seconds to wait for the hub before training, or to continue
+            training without the hub. If the time is exceeded, the site stops with an error.
         rounds: The number of rounds per fragment after which the run ends. With None, the run ends
             when its sites finish.
         mean: Where contributions are averaged. With ``"sites"``, each site averages them. With
@@ -80,7 +80,7 @@ class Federation:
             launcher. With ``hub``, None means that an operator has started the hub.
         folder: The folder for the ledger, payloads and keys of a hub that starts automatically. By
             default, the folder is ``hub-RUN`` next to the Trainer's checkpoints, or in the current
-            folder without a Trainer.
+            folder if there is no Trainer.
 
     Raises:
         ValueError: If an argument is out of range, if a hub address has no port, or if the keys are
@@ -262,7 +262,7 @@ class Federation:
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins the run by sending this site's run config, and starts following records. The engine
+        """Sends this site's run config to join the run and starts following records. The engine
         calls this method.
         """
         self.check(rounds.settings)
@@ -329,8 +329,8 @@ class Federation:
         return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
-        """Returns this site's run config, in which amendable terms that match the current terms are
-        replaced by the founding terms. A site may give either.
+        """Returns this site's run config after replacing amendable terms that match the current
+        terms by the founding terms. A site may use either of these.
         """
         if self.grace == "auto":
             ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))

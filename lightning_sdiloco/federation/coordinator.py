@@ -457,8 +457,8 @@ class Coordinator:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Handles a blob that has been stored. A run config is answered, and contributions and
-        states that were waiting for the blob proceed.
+        """Handles a blob that has been stored. Run configs are answered, and contributions and
+        states that were waiting for the blob are processed.
         """
         if about.get("kind") == "run_config":
             return self._answer_run_config(peer, key)
@@ -939,8 +939,8 @@ class Coordinator:
         return None
 
     def _announce_trouble(self, before: str | None, now: float) -> None:
-        """Reports the reason why rounds stay open to the log and the sites. Sites are informed once
-        per lease, because new sites may have joined.
+        """Logs the reason why rounds stay open and sends the reason to the sites. Sites are
+        informed once per lease, because new sites may have joined.
         """
         is_new = self.trouble != before
         if self.trouble and is_new:
@@ -986,8 +986,8 @@ class Coordinator:
             self._averaging.release()
 
     def _close_with_mean(self, record: Record, note: str, old_key: str) -> None:
-        """Averages and closes a round. The note contains the key of the residual in the store and
-        is updated.
+        """Averages and closes a round. Also updates the note, which contains the residual's key in
+        the store.
         """
         from lightning_sdiloco.federation.mean import averaged  # only such a hub needs numpy
 
@@ -1009,8 +1009,8 @@ class Coordinator:
                 self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
-        """Announces each round to launch for once. A contribution with large payloads is announced
-        early so that sites can fetch them before it counts.
+        """Announces each round that sites should launch for, but only once. A contribution with
+        large payloads is announced early so that sites can fetch them before it counts.
         """
         if contribution:
             is_small = all(payload.size <= CHUNK for payload in contribution.payloads)

@@ -1,5 +1,5 @@
-"""The epoch of a hub, which is a number stored next to the ledger that grows with each start of the
-run's hub.
+"""The epoch of a hub. The epoch is a number stored next to the ledger and grows with each start of
+the run's hub.
 
 [Note: two hubs] A ledger is locked while a hub serves it. The lock is not enough if a file system
 drops the locks of a lost host and a second hub starts while the first one is still running. Each
@@ -25,7 +25,7 @@ class Epoch:
 
     Attributes:
         number: The epoch.
-        is_over: Whether another hub has started a later epoch.
+        is_over: True if another hub has started a later epoch.
     """
 
     def __init__(self, ledger: Path) -> None:

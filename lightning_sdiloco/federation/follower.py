@@ -55,7 +55,7 @@ class MergeAction(Enum):
 
     @property
     def mixes(self) -> bool:
-        """Whether the local and outer parameters are mixed according to the run's settings."""
+        """True if the local and outer parameters are mixed according to the run's settings."""
         return self in (MergeAction.MIX, MergeAction.DROP)
 
 
@@ -73,7 +73,7 @@ class InFlight:
 
 @dataclass
 class Progress:
-    """The progress of a site with a fragment.
+    """The progress of a site on one fragment.
 
     Attributes:
         fragment: The index of the fragment.
@@ -88,17 +88,17 @@ class Progress:
         flight: The flight whose round has not landed.
         call: The last round that the hub has called.
         skipped: The last round whose call the site has declined.
-        ended: Whether the last round of the run has landed.
-        records: The records of rounds after the applied one, by round.
+        ended: True if the last round of the run has landed.
+        records: The records of rounds that have not landed, by round.
         lacking: The rounds of these records whose payloads the hub has lost.
         closed: The last round known to be closed.
         kept_from: The first round whose payloads the hub keeps.
         refused: The last round whose record was measured against different outer parameters.
         late: The action for a contribution that arrives too late.
-        dropped: Whether the last contribution was dropped because it was late.
+        dropped: True if the last contribution was dropped because it was late.
         too_long: A bit for each recent contribution that either counted or was left out by the
             guard. The lowest bit is the latest contribution, and 1 means left out.
-        is_fresh: Whether the held training contains nothing that this site has already launched.
+        is_fresh: True if the held training contains nothing that this site has already launched.
         lost_steps: The number of inner steps in launches dropped since the start of this
             incarnation.
         apart: The launch in an open round that is apart from the held training.
@@ -135,7 +135,7 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether all closed rounds have landed, apart from the round of a flight that is not due
+        """True if all closed rounds have landed, apart from the round of a flight that is not due
         yet and later rounds.
         """
         if self.flight is None or self.is_overtaken:
@@ -149,19 +149,19 @@ class Progress:
 
     @property
     def wants_state(self) -> bool:
-        """Whether the state is wrong or outdated and cannot be updated soon from records."""
+        """True if the state is wrong or outdated and cannot be updated soon from records."""
         if self.digest is None or self.lag > RETENTION:
             return True
         return self.lag > 0 and (not self.can_fetch or self.lacks_payloads)
 
     @property
     def can_fetch(self) -> bool:
-        """Whether the hub still keeps the payloads of all rounds that have not landed here."""
+        """True if the hub still keeps the payloads of all rounds that have not landed here."""
         return self.lag <= 0 or self.next_round >= self.kept_from
 
     @property
     def lacks_payloads(self) -> bool:
-        """Whether the hub has lost payloads of the next round to land."""
+        """True if the hub has lost payloads of the next round to land."""
         return self.digest is not None and self.next_round in self.lacking
 
     @property
@@ -174,7 +174,7 @@ class Progress:
 
     @property
     def stands(self) -> bool:
-        """Whether the next round to land already has a launch of this site and accepts no second
+        """True if the next round to land already has a launch of this site and accepts no second
         one.
         """
         return self.standing is not None and self.standing.round == self.next_round
@@ -185,7 +185,7 @@ class Progress:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether a record counts a launch that an earlier incarnation made after or instead of the
+        """True if a record counts a launch that an earlier incarnation made after or instead of the
         flight.
         """
         if self.flight is None:
@@ -508,7 +508,7 @@ class Follower:
 
     @property
     def wants_state(self) -> bool:
-        """Whether the site must request a state because at least one fragment has no usable
+        """True if the site must request a state because at least one fragment has no usable
         state.
         """
         return any(progress.wants_state for progress in self.fragments)
@@ -524,7 +524,7 @@ class Follower:
 
     @property
     def follows(self) -> bool:
-        """Whether this site can contribute and provide a state to other sites."""
+        """True if this site can contribute and provide a state to other sites."""
         return not self.wants_state
 
     def heartbeat(self) -> Heartbeat:
@@ -567,7 +567,7 @@ class Follower:
 
     @property
     def finished(self) -> bool:
-        """Whether the site may leave because the run is over, or because the site is finishing and
+        """True if the site may leave because the run is over, or because the site is finishing and
         all of its training has been counted.
         """
         unsettled = [progress for progress in self.fragments if not progress.ended]
@@ -706,9 +706,9 @@ class Follower:
                 raise AgreementError(
                     f"Round {record.round} of fragment {record.fragment} was measured against outer"
                     " parameters that cannot be restored. This site computed different parameters"
-                    " even from the state of another site. Either its arithmetic differs from that"
-                    " of the other sites, or the sites with these parameters are gone. Roll the run"
-                    " back to an earlier round (sdiloco hub rollback)."
+                    " even from the state of another site. Either this site's arithmetic differs"
+                    " from the arithmetic of the other sites, or the sites with these parameters"
+                    " are gone. Roll the run back to an earlier round (sdiloco hub rollback)."
                 )
             progress.refused = record.round
             return MergeAction.REFUSE

@@ -400,7 +400,7 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
             " the older side, and update a hub before its sites."
         )
     if caller["role"] not in ROLES:
-        raise Denied(f"{caller['role']!r} is not a role.")
+        raise Denied(f"{caller['role']!r} is not a valid role.")
     claimed = Identity(caller["run"], caller["role"], caller["name"])
     if bundle is not None:
         _require_certified(run, bundle, claimed, context)
@@ -472,5 +472,5 @@ def speaks_for_itself(role: str, name: str, about: object) -> Header:
     if not isinstance(about, dict):
         raise Malformed("the description of a call must be a JSON object.")
     if role == "site" and about.get("site", name) != name:
-        raise Denied(f"site {name!r} cannot act for {str(about['site'])[:80]!r}.")
+        raise Denied(f"site {name!r} cannot act on behalf of {str(about['site'])[:80]!r}.")
     return about

@@ -1,11 +1,11 @@
 """The ledger of a run, which holds the sites and their contributions and decides which rounds
-close. Methods take the time as an argument, and closed rounds are returned as records.
+close. Methods take the time as an argument and return closed rounds as records.
 
 [Note: durable before visible] The ledger performs no input or output. For each change, the hub
-follows four steps. It first queries the ledger with `examine` or `due`, which change nothing. It
-then stores the change durably and reports it to the ledger with `contribute` or `append`. Only
-after that does the hub inform the sites, for example of new `calls`. The hub makes no other call
-between ``due`` and the last ``append``.
+follows four steps. The hub first queries the ledger with `examine` or `due`, which change nothing.
+The hub then stores the change durably and reports it to the ledger with `contribute` or `append`.
+Only after that does the hub inform the sites, for example of new `calls`. The hub makes no other
+call between ``due`` and the last ``append``.
 
 [Note: the last round] The result of a last round replaces the parameters of all sites. No later
 round corrects rounding errors, so only float32 contributions count. If the run config sets the
@@ -170,8 +170,8 @@ class OpenRound:
 
 
 class Ledger:
-    """The rules that decide which contributions count, used as described in [Note: durable before
-    visible].
+    """Decides which contributions count. The hub calls the methods in the order of [Note: durable
+    before visible].
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class Ledger:
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Expects the sites from before a start or pause of the hub for one lease, because they may
-        not have reconnected yet.
+        """Waits one lease for earlier sites after a start or pause of the hub, because these sites
+        may not have reconnected yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -581,10 +581,10 @@ class Ledger:
             names = ", ".join([launched.site for launched in camp])
             sides.append(f"{names} with digest {camp[0].digest:016x}")
         raise AgreementError(
-            f"The sites hold different outer parameters of fragment {fragment} after round"
-            f" {self.closed[fragment].round}, without a majority: {'; '.join(sides)}. Evict the"
-            " sites with wrong values (sdiloco hub evict). They then fetch a state from another"
-            " site."
+            f"The sites have different outer parameters of fragment {fragment} after round"
+            f" {self.closed[fragment].round}, and no value has a majority: {'; '.join(sides)}."
+            " Evict the sites with wrong values (sdiloco hub evict). These sites then fetch a state"
+            " from another site."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
@@ -640,8 +640,8 @@ class Ledger:
         self.snapshots.check(record)
 
     def next_due(self, now: float) -> float:
-        """Returns the time at which to call `due` again if nothing happens earlier. This is the
-        next end of a grace period, a lease or a tie.
+        """Returns the time at which to call `due` again if nothing happens earlier. The result is
+        the next end of a grace period, a lease or a tie.
         """
         deadlines = [member.until for member in self.members.values()]
         for fragment, round in self.open.items():
@@ -680,7 +680,9 @@ class Ledger:
         without: Collection[str] = (),
         beyond: Collection[RoundId] = (),
     ) -> str | StateHeader | None:
-        """Returns the name of a donor whose state includes the given rounds, or else a snapshot."""
+        """Returns the name of a donor whose state includes the given rounds, or a snapshot if there
+        is no donor.
+        """
         donors = []
         for donor in self._contributors(now):
             is_other = donor != site and donor not in without
@@ -715,8 +717,8 @@ class Ledger:
 
     def fetched_from(self, now: float) -> tuple[int, ...]:
         """Returns the first round of each fragment whose payloads are kept or still being fetched.
-        A following site fetches the rounds that it has not applied. If it falls too far behind, it
-        needs a state instead.
+        A following site fetches the rounds that it has not applied. A site that falls too far
+        behind needs a state instead.
         """
         rounds = list(self.kept_from)
         for site in self.present(now):
@@ -730,7 +732,7 @@ class Ledger:
 
 
 class Snapshots:
-    """The snapshots at the hub, with the rules for which to trust and when a new one is due."""
+    """The snapshots at the hub, with the rules for trusting snapshots and requesting new ones."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
         # The states, oldest first, each with the fragments that a record has verified.
@@ -805,7 +807,7 @@ class Timings:
         self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
     def arrives_late(self, contribution: Contribution, now: float) -> None:
-        """Records the timing of a late contribution, once and only if its round was the last to
+        """Records the timing of a late contribution once, provided that its round was the last to
         close.
         """
         fragment = contribution.fragment

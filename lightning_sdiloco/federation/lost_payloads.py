@@ -1,11 +1,11 @@
-"""Tracking of payloads of closed rounds that are missing from the store or were altered in it.
+"""Tracks payloads of closed rounds that are missing from the store or were altered there.
 
 A site that needs a lost payload reports this to the hub repeatedly. The hub then sends the state of
 a site that has applied the round. Alternatively, a site that still has the payload in flight
 resends it, and the hub resends the record.
 
-The coordinator owns the `LostPayloads` of its run. It holds its lock during every call except
-`damaged`, which reads payloads.
+The coordinator owns the `LostPayloads` of its run. The coordinator holds its lock during every call
+except `damaged`, which reads payloads.
 """
 
 import logging
@@ -55,7 +55,7 @@ class LostPayloads:
             return
         self._records[_id_of(record)] = record
         log.error(
-            "payloads of round %d of fragment %d are missing from the store or were altered in it:"
+            "payloads of round %d of fragment %d are missing from the store or were altered there:"
             " %s, from %s",
             record.round,
             record.fragment,
@@ -87,9 +87,9 @@ class LostPayloads:
                 )
                 return (
                     f"payloads of round {record.round} of fragment {record.fragment} are missing"
-                    f" from the hub's store or were altered in it, so {', '.join(waiting)} cannot"
-                    " apply the round. They wait for the state of a site that has applied"
-                    f" it{senders}. If no such site returns, run: sdiloco hub rollback"
+                    f" from the hub's store or were altered there, so {', '.join(waiting)} cannot"
+                    " apply the round. These sites wait for the state of a site that has applied"
+                    f" the round{senders}. If no such site returns, run: sdiloco hub rollback"
                     f" {record.round - 1}"
                 )
         return None

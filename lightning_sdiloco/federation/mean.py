@@ -40,7 +40,7 @@ _LEVELS = np.array([sign * level for sign in (1.0, -1.0) for level in _MAGNITUDE
 def has_sizes(contribution: Contribution, sizes: Sizes, code: str) -> bool:
     """Returns whether the payload sizes of a site match the shards of its ranks.
 
-    The first rank also sends the tensors of the untrained state that have changed.
+    The first rank also sends all changed tensors of the untrained state.
     """
     first_size, *other_sizes = [payload.size for payload in contribution.payloads]
     shard_size = _shard_bytes(contribution, sizes.numel, code)
@@ -187,7 +187,7 @@ def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
 def _sent(
     contribution: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
 ) -> tuple[Vector, dict[int, bytes]]:
-    """Returns the values sent by the ranks of a site, concatenated, and the changed untrained
+    """Returns the concatenated values from a site's ranks and the site's changed untrained
     state.
     """
     if contribution.exact:

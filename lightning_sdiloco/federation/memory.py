@@ -58,7 +58,9 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """A site's link that delays payloads and states. The minimum length of a wait is ``moment``."""
+    """The link of a site, with delays for payloads and states. The minimum length of a wait is
+    ``moment``.
+    """
 
     time: VirtualTime
     site: int
@@ -70,7 +72,7 @@ class VirtualLink:
 
 
 class InProcessHub:
-    """A hub in this process. Work that is due runs whenever a connection is used."""
+    """A hub in this process. Due work runs whenever a connection is used."""
 
     def __init__(
         self,

@@ -51,9 +51,7 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Identifies a site's contribution to a fragment, because an incarnation launches once per
-    round.
-    """
+    """Identifies a site's contribution to a fragment. Each incarnation launches once per round."""
 
     round: Round
     incarnation: Incarnation
@@ -112,9 +110,7 @@ class Contribution(Message):
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
-        """The reason why the contribution cannot count, regardless of other contributions, or an
-        empty string.
-        """
+        """The reason why the contribution can never count, or an empty string if it can."""
         if not self.finite:
             return "not finite"
         # The last mean includes every site, even if it has not trained since its last contribution.
@@ -140,12 +136,12 @@ class LeftOut(NamedTuple):
 
     @property
     def is_by_guard(self) -> bool:
-        """Whether the run's guard left the contribution out."""
+        """True if the run's guard left the contribution out."""
         return self.reason.startswith("too long")
 
     @property
     def is_of_buffers(self) -> bool:
-        """Whether only the buffers do not count."""
+        """True if only the buffers do not count."""
         return self.reason.startswith("buffers")
 
 
@@ -182,7 +178,9 @@ class Record(Message):
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
-        """The payloads to fetch. These are the hub's mean or the payloads of each counted site."""
+        """The payloads to fetch, which are either the hub's mean or the payloads of each counted
+        site.
+        """
         if self.mean:
             return [(self.mean,)]
         return [contribution.payloads for contribution in self.counted]
@@ -277,8 +275,8 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """A request to launch for a round, sent because a site has launched for the round or because
-    the round is the last.
+    """A request to launch for a round. The hub sends calls for the last round and for rounds in
+    which a site has launched.
     """
 
     fragment: Index
@@ -427,7 +425,7 @@ MOST_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class StateOffered:
-    """A stored state, with the site it comes from and its blobs."""
+    """A stored state, with its source site and its blobs."""
 
     source: str
     header: StateHeader

@@ -19,7 +19,7 @@ class Quorum(ABC):
     """A policy that decides which sites a round waits for and whether the round closes before its
     grace period ends.
 
-    Only the hub applies a quorum, with the hub's monotonic clock. When the grace period after the
+    Only the hub applies a quorum, using its own monotonic clock. When the grace period after the
     first contribution ends, a round with at least `fewest` contributions always closes, so no
     quorum can make sites wait longer.
 
@@ -89,7 +89,7 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """A quorum that waits for the number of sites with the highest throughput. The remaining sites
+    """A quorum that waits for the number of sites that maximizes throughput. The remaining sites
     are backup workers, as in arXiv 2102.06280.
 
     With k sites, a round takes the time T of a site's inner steps plus the time l_k from the first
@@ -116,8 +116,8 @@ class DynamicBackup(Quorum):
         if not 0 < self.least <= 1:
             raise ValueError(
                 f"least={self.least!r} is out of range: a share of the sites must be above 0 and at"
-                " most 1. Choose a different value for least (the default is 0.5). To set a number"
-                " of sites, use, for example, Federation(quorum=3)."
+                " most 1. Choose a different value for least (the default is 0.5). For a fixed"
+                " number of sites, use Federation(quorum=3), for example."
             )
 
     def fewest(self, sites: int) -> int:
@@ -156,8 +156,8 @@ def _round_length(history: Sequence[Record]) -> float | None:
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns the median lateness of each site. It is infinite for a site that misses most
-    rounds.
+    """Returns the median lateness of each site. The lateness of a site that misses most rounds is
+    infinite.
     """
     late_by_round: dict[str, dict[int, float]] = {site: {} for site in sites}
     for record in history:
@@ -201,7 +201,7 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"quorum={quorum!r} has arguments that the run config cannot store: {error}. Arguments"
-            " must be finite numbers, strings, lists or mappings, and short."
+            " must be short and consist of finite numbers, strings, lists and mappings."
         ) from None
 
 

@@ -119,8 +119,8 @@ class Outbox:
         return entry[1] if entry and entry[0] == contribution else None
 
     def begin(self, contribution: Contribution) -> bool:
-        """Returns whether to send a contribution, which is False if a thread is already sending
-        it.
+        """Returns whether to send a contribution. The result is False if a thread is already
+        sending it.
         """
         if contribution in self._sending:
             return False
@@ -546,8 +546,8 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Fetches the required payloads of a record and then announces it. Some payloads may be
-        gone.
+        """Fetches the required payloads of a record and then announces the record, even if some
+        payloads are gone.
         """
         wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
         blobs = self._blobs(wanted)

@@ -115,9 +115,7 @@ class Terms:
         return launch_of(fragment, round) - launch_of(fragment, round - 1)
 
     def least_steps(self, round: RoundNumber) -> int:
-        """Returns the minimum number of inner steps since a site last counted before the site
-        launches for a round.
-        """
+        """Returns the minimum number of inner steps that a launch for a round must contain."""
         sync_every = self.sync_every
         if self.dense_beginning is not None and self.schedule.is_dense_round(round):
             sync_every = self.dense_beginning.sync_every
@@ -239,11 +237,10 @@ class RunConfig(Message):
         ]
 
     def require_same(self, founded: "RunConfig") -> list[str]:
-        """Raises Refused if this run config of a site does not match the one on which the run was
-        founded.
+        """Raises Refused unless this site's run config matches the founding run config.
 
         A site with a different patch version may join if its arithmetic gives the same results on
-        known values. The method returns such differences.
+        known values. The method returns these differences.
         """
         patches = list[str]()
         refused = list[str]()

@@ -1,7 +1,7 @@
 """The life cycle of a hub that starts automatically, including its host, files and keys.
 
 [Note: a hub that starts itself] If no hub answers on the hub's host, the first rank of the site on
-that host starts one as a separate process. The hub process survives the site, so a site that is
+that host starts a hub as a separate process. The hub process survives the site, so a site that is
 killed and restarted finds the same hub. If the whole host fails, the hub continues from its ledger
 when the host is back. Two processes cannot serve the same run, because the ledger is locked, even
 on a shared file system. The hub ends when all sites have left or no site has been connected for a
@@ -9,7 +9,7 @@ while. Until then, the first rank's process keeps running, because some launcher
 processes when their parent exits.
 
 Each host reads its keys from the hub's folder. Only the owner of the keys can read them. The hub's
-host creates keys automatically, but they reach only hosts that can access this folder.
+host creates keys automatically, but the keys reach only hosts that can access this folder.
 """
 
 import atexit
@@ -83,16 +83,16 @@ def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
 
 
 class HubOfRun(NamedTuple):
-    """The hub that a run's hosts start.
+    """The hub that is started by the hosts of a run.
 
     Attributes:
         run: The name of the run.
         address: The address and port.
         sites: The number of founding sites.
         folder: The folder for the ledger, payloads, log and keys.
-        is_here: Whether the hub runs on this host.
+        is_here: True if the hub runs on this host.
         keys: The user's folder of keys, or None for the keys in the hub's folder.
-        insecure: Whether the hub runs without TLS.
+        insecure: True if the hub runs without TLS.
     """
 
     run: str
@@ -116,8 +116,8 @@ class HubOfRun(NamedTuple):
         return self.folder / "keys"
 
     def prepare(self, site: str, patience: float) -> None:
-        """Starts the hub if it belongs on this host and none is running, and obtains the keys of
-        this site.
+        """Starts the hub if it belongs on this host and is not running yet. Also obtains the keys
+        of this site.
         """
         if self.is_here:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -189,7 +189,9 @@ class HubOfRun(NamedTuple):
             time.sleep(_MOMENT)
 
     def _start(self) -> None:
-        """Starts the hub and waits until this or another process's hub is listening."""
+        """Starts the hub and waits until it is listening. Another process may have started the hub
+        first.
+        """
         arguments = {**self._asdict(), "folder": str(self.folder)}
         arguments["keys"] = None if self.insecure else str(self.keys_of_sites)
         with self.log_file.open("a") as log:

@@ -146,8 +146,8 @@ class Door:
             is_full = role != "operator" and total >= MAX_CALLS
             if is_full or self._open[role, name] >= limit:
                 raise HubUnreachable(
-                    f"{name!r} has too many open calls: {self._open[role, name]}, of {total} in"
-                    " total."
+                    f"{name!r} has too many open calls ({self._open[role, name]} of {total} in"
+                    " total)."
                 )
             self._open[role, name] += 1
         try:
@@ -284,12 +284,12 @@ class Hub:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any site is connected."""
+        """True if any site is connected."""
         return bool(self._of_site)
 
     @property
     def have_all_left(self) -> bool:
-        """Whether all sites that ever connected have left deliberately."""
+        """True if all sites that ever connected have left deliberately."""
         with self._lock:
             return bool(self._has_left) and all(self._has_left.values())
 
@@ -398,7 +398,8 @@ class Hub:
             upload.used = now
         if upload.size != size:
             raise Malformed(
-                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here."
+                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} bytes on"
+                " this one."
             )
         return upload
 
@@ -425,7 +426,7 @@ class Hub:
             size = self.store.size(key)
             if size > CHUNK:
                 raise Refused(
-                    f"a blob of {size:,} bytes is too large for a combined fetch; fetch it"
+                    f"a blob of {size:,} bytes is too large for a combined fetch. Fetch it"
                     " separately."
                 )
             waiting += self.store.read(key, 0, size)

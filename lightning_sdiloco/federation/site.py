@@ -99,8 +99,8 @@ class RankReport(NamedTuple):
 
 
 class SiteReport(NamedTuple):
-    """The combined report, which is identical on all ranks. It contains new events, the time, the
-    requests and samples of all ranks, and their largest learning rate.
+    """The combined report, which is identical on all ranks. The report contains new events, the
+    time, the requests and samples of all ranks, and their largest learning rate.
     """
 
     events: list[SiteEvent]
@@ -407,8 +407,8 @@ class FederatedWorld:
         )
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step and its samples. The number of samples may differ between ranks, and
-        `hear` sums it.
+        """Counts an inner step and its samples. The number of samples may differ between ranks and
+        is summed by `hear`.
         """
         self._has_trained = True
         self._samples += samples
@@ -486,8 +486,8 @@ class FederatedWorld:
         return self._rounds.background.start(in_one_stage())
 
     def _send(self, wait: bool = False) -> None:
-        """Sends all launches that are already encoded. With ``wait``, unfinished launches are
-        awaited and also sent.
+        """Sends all launches that are already encoded. With ``wait``, also waits for unfinished
+        launches and sends them.
         """
         encoding: dict[int, Pending[Any]] = {
             index: launched.flight.pending
@@ -932,7 +932,7 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _adopt(self, state: StateArrived) -> None:
-        """Adopts a received state for each fragment in which it is newer than this site's state."""
+        """Adopts the fragments of a received state that are newer than this site's state."""
         if not self.follower.wants_state:
             return
         fragments = self._fragments

@@ -1,4 +1,4 @@
-"""The handling of states at the hub. A site that needs a state receives one from another site or
+"""The handling of states at the hub. A site that needs a state receives it from another site or
 from a snapshot.
 
 The coordinator owns the `States` of its run and holds its lock during every call.
@@ -52,18 +52,19 @@ class Need(NamedTuple):
 
 @dataclass
 class StateRequest:
-    """A request for a state. The state is sent to all sites that need one until it arrives.
+    """A request for a state. The state is sent to every site that asks for one before the state
+    arrives.
 
     Attributes:
         name: The identifier of the request.
         donor: The site that must send the state.
         until: The time at which the request goes to another site instead.
-        founding: Whether the run is founded on the state.
-        for_snapshot: Whether the hub keeps the state as a snapshot.
+        founding: True if the run is founded on the state.
+        for_snapshot: True if the hub keeps the state as a snapshot.
         askers: The sites that need the state, with their requirements.
         state: The state, available after the donor has named its blobs.
         sent: The keys of the blobs that the donor has sent or is sending.
-        lacks_room: Whether the store had no space for a blob, which makes the state incomplete.
+        lacks_room: True if the store had no space for a blob, which makes the state incomplete.
     """
 
     name: str
@@ -185,7 +186,7 @@ class States:
 
     @property
     def founds(self) -> bool:
-        """Whether the founder's state has been requested."""
+        """True if the founder's state has been requested."""
         return any(request.founding for request in self._requests.values())
 
     @property

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """The sizes of the parts of a fragment.
+    """The sizes of a fragment's parts.
 
     Attributes:
         numel: The number of parameter values.

@@ -1,5 +1,5 @@
-"""Predictions of which sites the rounds of a federation wait for. The quorum is applied as at the
-hub, with the times from a plan.
+"""Predicts which sites the rounds of a federation wait for. The quorum is applied in the same way
+as at the hub, with the times from a plan.
 """
 
 import math

@@ -67,8 +67,8 @@ def checked_size(size: object, limit: int, kind: str) -> int:
 
 
 Extra = Any
-"""An object from a package imported by `extra`, because annotations must not require that
-package."""
+"""An object from a package that `extra` imports. Annotations use this alias so that the package is
+not required."""
 
 Channel = Extra
 Context = Extra

@@ -267,7 +267,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         lambda: next(site.events(lambda: header)),
         lambda: list(watcher.events(dict, lambda: header)),
     ):
-        with pytest.raises(Denied, match="site 'site-a' cannot act for 'site-b'"):
+        with pytest.raises(Denied, match="site 'site-a' cannot act on behalf of 'site-b'"):
             call()
     with pytest.raises(Denied, match="serves run 'run-1', not 'run-2'"):
         claiming(served, run="run-2").call("ping")
