@@ -62,7 +62,7 @@ def checked_size(size: object, limit: int, kind: str) -> int:
     if type(size) is not int or size < 0:
         raise Malformed(f"the size of a {kind} must be a whole number, not {str(size)[:80]!r}.")
     if size > limit:
-        raise Refused(f"a {kind} of {size:,} bytes exceeds the limit of {limit:,} bytes.")
+        raise Refused(f"a {kind} of {size:,} bytes is too large. The limit is {limit:,} bytes.")
     return size
 
 
