@@ -116,8 +116,7 @@ class Connection(NamedTuple):
             counted = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(counted) < _INFO_BYTES:
             raise OSError(
-                "This Linux kernel is older than 4.10 and does not report how long a connection was"
-                " busy."
+                "This kernel is older than 4.10 and does not report how long a connection was busy."
             )
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(counted)
         return Counters(

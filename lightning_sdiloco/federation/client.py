@@ -129,8 +129,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
-                f"hub={text!r} is not an address. Set hub to an address and port, such as"
-                " a.example:29400."
+                f"hub={text!r} is not an address. Set hub to HOST:PORT, such as a.example:29400."
             )
         if not 0 < int(port) < 1 << 16:
             raise ValueError(
@@ -229,10 +228,7 @@ class HubClient:
             blobs[payload.key] = stream[position:end]
             position = end
             if key_of(blobs[payload.key]) != payload.key:
-                raise Altered(
-                    f"the bytes sent by the hub do not match digest {payload.key} because they have"
-                    " been altered."
-                )
+                raise Altered(f"the hub sent altered bytes that do not match digest {payload.key}.")
         return blobs
 
     def _joined(self, message: bytes, size: int) -> bytearray:
@@ -442,8 +438,7 @@ class HubClient:
             announced_size = self._size_of(call)
             if announced_size != size:
                 raise Malformed(
-                    f"blob {key} has {size:,} bytes, but the hub announced {announced_size:,}"
-                    " bytes."
+                    f"blob {key} has {size:,} bytes, but the hub announced {announced_size:,}."
                 )
             for piece in call:
                 end = part[0] + len(piece)
@@ -460,10 +455,7 @@ class HubClient:
 
         self._move([[0, size]], size, fetch, remaining)
         if key_of(blob) != key:
-            raise Altered(
-                f"the bytes sent by the hub do not match digest {key} because they have been"
-                " altered."
-            )
+            raise Altered(f"the hub sent altered bytes that do not match digest {key}.")
         return blob
 
     def _size_of(self, call: Extra) -> int:

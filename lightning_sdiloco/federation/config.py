@@ -286,8 +286,7 @@ class Federation:
             run_config, terms = connection.agree(ours)
             for patch in self._amended(ours, run_config, terms).require_same(run_config):
                 _log.warning(
-                    "%s. Both versions give the same results on known values, so this site joins"
-                    " the run.",
+                    "%s. Both versions give the same results on known values, so this site joins.",
                     patch,
                 )
         except Exception:

@@ -414,8 +414,7 @@ class Coordinator:
         if kind == "run_config":
             if size > RunConfig.most_bytes:
                 raise Refused(
-                    f"a run config of {size:,} bytes exceeds the limit of {RunConfig.most_bytes:,}"
-                    " bytes."
+                    f"a run config of {size:,} bytes exceeds the limit of {RunConfig.most_bytes:,}."
                 )
             with self._lock:
                 self.room.keep_unnamed(key, peer)
@@ -1058,8 +1057,8 @@ def _amendments(changes: object) -> dict[str, Json]:
     unknown = sorted(map(str, changes.keys() - _TERMS.keys()))
     if unknown:
         raise Malformed(
-            f"the term {unknown[0]!r} cannot be amended. Only {', '.join(AMENDABLE)} can be"
-            " amended."
+            f"the term {unknown[0]!r} cannot be amended. Amendable terms are"
+            f" {', '.join(AMENDABLE)}."
         )
     return {name: read(_TERMS[name], value, name) for name, value in changes.items()}
 

@@ -51,6 +51,5 @@ class Epoch:
             self.is_over = self.is_over or self._path.read_bytes() != self._content
         if self.is_over:
             raise HubUnreachable(
-                "another hub has started on this run's ledger, so this hub no longer writes to the"
-                " ledger."
+                "another hub has started on this run's ledger, so this hub no longer writes to it."
             )

@@ -301,8 +301,7 @@ def _blocks_of(path: Path) -> list[bytes]:
     blocks = list(_BLOCKS.finditer(path.read_bytes()))
     if [block[1] for block in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
         raise ValueError(
-            f"{path} is not a bundle: it must contain a key, its certificate and the authority's"
-            " certificate."
+            f"{path} is not a bundle: it must contain a key, its certificate and the authority's."
         )
     return [block[0] for block in blocks]
 
@@ -408,8 +407,8 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
         raise Denied(f"this hub serves run {run!r}, not {claimed.run!r}.")
     if claimed.role not in MAY.get(call, ()):
         raise Denied(
-            f"a {claimed.role} may not call {call}, and {claimed.name!r} has no certificate that"
-            " permits this call."
+            f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for this"
+            " call."
         )
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
     return Peer(claimed.role, claimed.name, caller["incarnation"])

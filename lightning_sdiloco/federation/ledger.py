@@ -389,8 +389,7 @@ class Ledger:
         fragment = contribution.fragment
         if not 0 <= fragment < self.terms.fragments:
             raise Refused(
-                f"fragment {fragment} does not exist, because the run has {self.terms.fragments}"
-                " fragments"
+                f"fragment {fragment} does not exist in a run of {self.terms.fragments} fragments"
             )
         closed = self.closed[fragment]
         if contribution.round > closed.round + 1:

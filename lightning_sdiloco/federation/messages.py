@@ -256,8 +256,7 @@ class Record(Message):
             is_of_round = (counted.fragment, counted.round) == (record.fragment, record.round)
             if not is_of_round or counted.reason:
                 raise Malformed(
-                    f"record.counted has a contribution that {counted.site} cannot have made to"
-                    " this round"
+                    f"record.counted has an impossible contribution of {counted.site} to this round"
                 )
             if counted.digest != record.digest or counted.previous != record.previous:
                 raise Malformed("record.counted was measured against different outer parameters")

@@ -146,8 +146,7 @@ class Door:
             is_full = role != "operator" and total >= MAX_CALLS
             if is_full or self._open[role, name] >= limit:
                 raise HubUnreachable(
-                    f"{name!r} has too many open calls ({self._open[role, name]} of {total} in"
-                    " total)."
+                    f"{name!r} has too many open calls ({self._open[role, name]} of {total})."
                 )
             self._open[role, name] += 1
         try:
@@ -398,8 +397,8 @@ class Hub:
             upload.used = now
         if upload.size != size:
             raise Malformed(
-                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} bytes on"
-                " this one."
+                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} on this"
+                " one."
             )
         return upload
 
@@ -425,10 +424,7 @@ class Hub:
         for key in map(checked_key, keys):
             size = self.store.size(key)
             if size > CHUNK:
-                raise Refused(
-                    f"a blob of {size:,} bytes is too large for a combined fetch. Fetch it"
-                    " separately."
-                )
+                raise Refused(f"a blob of {size:,} bytes must be fetched separately.")
             waiting += self.store.read(key, 0, size)
             if len(waiting) >= CHUNK:
                 yield bytes(waiting[:CHUNK])

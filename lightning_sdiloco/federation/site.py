@@ -939,8 +939,7 @@ class FederatedWorld:
         try:
             if len(state.parts) != len(fragments):
                 raise Refused(
-                    f"the state has {len(state.parts)} parts, but the model has {len(fragments)}"
-                    " fragments"
+                    f"the state has {len(state.parts)} parts for {len(fragments)} fragments"
                 )
             parts = [
                 from_part(fragment, part)

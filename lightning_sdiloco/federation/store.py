@@ -136,8 +136,7 @@ class SQLiteLedger:
         with self._lock:
             if seq != self.last + 1:
                 raise Refused(
-                    f"record {seq} is not the next one, because the ledger has {self.last + 1}"
-                    " records."
+                    f"record {seq} is not the next one in a ledger of {self.last + 1} records."
                 )
             chain = _chained(self.chain, seq, record)
             row = (seq, bytes(record), chain)
@@ -342,8 +341,7 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the bytes in the store {self.url} do not match digest {key} because they have"
-                " been altered."
+                f"the store {self.url} contains altered bytes that do not match digest {key}."
             )
         return blob
 

@@ -115,8 +115,7 @@ def pack(header: Header, body: Bytes = b"") -> bytes:
         raise Malformed(f"the header of a message cannot be written as JSON: {error}") from error
     if len(text) > MAX_HEADER or len(body) > CHUNK:
         raise Malformed(
-            f"a message is limited to a header of {MAX_HEADER:,} bytes and a body of {CHUNK:,}"
-            " bytes."
+            f"a message is limited to {MAX_HEADER:,} bytes of header and {CHUNK:,} of body."
         )
     return b"".join((_LENGTH.pack(len(text)), text, body))
 

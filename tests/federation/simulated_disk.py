@@ -87,7 +87,7 @@ class SimulatedJournal:
     def append(self, seq: int, record: Bytes, notes: Notes | None = None) -> None:
         if seq != self.last + 1:
             raise Refused(
-                f"record {seq} is not the next one, because the ledger has {self.last + 1} records."
+                f"record {seq} is not the next one in a ledger of {self.last + 1} records."
             )
         self._require_new(seq)
         self._begin()

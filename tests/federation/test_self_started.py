@@ -356,7 +356,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     later = world.start(ledger=copy / "hub.sqlite")
     with pytest.raises(ValueError, match="This hub ends: another hub has started"):
         earlier.require_latest()
-    with pytest.raises(HubUnreachable, match="this hub no longer writes to the ledger"):
+    with pytest.raises(HubUnreachable, match="this hub no longer writes to it"):
         earlier.ledger.note({"ending": b"1"})
     later.require_latest()
     later.ledger.note({"ending": None})
