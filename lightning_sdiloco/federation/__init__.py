@@ -1,4 +1,4 @@
-"""Federated training of sites, which are separately launched jobs that join and leave through a
+"""Federated training across sites, which are separately launched jobs that join and leave through a
 hub.
 
 The rules are in `run_config`, `messages`, `quorum`, `ledger` (for the hub) and `follower` (for a

@@ -440,7 +440,7 @@ class Coordinator:
             self.room.keep_unnamed(key, sender)
 
     def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
-        """Records that the store has rejected a blob for lack of space."""
+        """Handles a blob that the store has rejected for lack of space."""
         with self._lock:
             self.room.refuse(error)
             if about.get("kind") == "state":

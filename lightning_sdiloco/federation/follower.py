@@ -15,11 +15,11 @@ counts twice, and no sample that was sent is lost.
 that the next incarnation's checkpoint contains, along with later training. If that launch was
 counted, the next incarnation takes the outer values before its first step. A launch *stands* if its
 round is still open. In this case, the next incarnation restarts from the outer values before its
-first step. All training that it holds afterwards is *apart* from the standing launch. The standing
-launch therefore lands like a contribution of another site. The local parameters move by the same
-amount as the outer parameters, and all training since the restart is kept. The checkpoint records
-this so that no further incarnation restarts again. The hub accepts no second launch of the site for
-that round, so the site does not launch.
+first step. All training that the site holds afterwards is *apart* from the standing launch. The
+standing launch therefore lands like a contribution of another site. The local parameters move by
+the same amount as the outer parameters, and all training since the restart is kept. The checkpoint
+stores the standing launch so that no later incarnation restarts again. The hub accepts no second
+launch of the site for that round, so the site does not launch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -203,8 +203,8 @@ class Progress:
         return self.is_fresh or counted.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Records this site's launch in the hub's open round. Returns whether the site restarts
-        from the outer values.
+        """Stores this site's launch in the hub's open round. Returns whether the site restarts from
+        the outer values.
         """
         self.standing = standing
         in_flight = self.flight.own.launch if self.flight else None
@@ -487,7 +487,7 @@ class Follower:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Records a failed attempt to reach the hub. Training continues until the patience runs
+        """Handles a failed attempt to reach the hub. Training continues until the patience runs
         out.
         """
         self.reachable = False
@@ -741,7 +741,7 @@ class Follower:
         return self._directions.bit_count()
 
     def judge_direction(self, direction: Direction) -> bool:
-        """Records the direction of a contribution. Returns whether this site's contributions have
+        """Stores the direction of a contribution. Returns whether this site's contributions have
         just started to point against the other sites.
         """
         pointed_against = self.against >= AGAINST

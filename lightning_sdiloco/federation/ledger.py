@@ -135,7 +135,7 @@ class Answer(Enum):
 @dataclass
 class Member:
     """A site with a lease that ends at ``until``. A member ``follows`` if its state is recent
-    enough to contribute, and ``followed_at`` is the time at which following was first reported.
+    enough to contribute. ``followed_at`` is the time of the first report that the member follows.
     """
 
     incarnation: str
@@ -438,8 +438,8 @@ class Ledger:
         return round
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Records that a site declined a call because it has trained too little. The round does not
-        wait for that site.
+        """Registers that a site has declined a call because it has trained too little. The round
+        does not wait for that site.
         """
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
@@ -806,7 +806,7 @@ class Timings:
         self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
     def arrives_late(self, contribution: Contribution, now: float) -> None:
-        """Records the timing of a late contribution once, provided that its round was the last to
+        """Stores the timing of a late contribution once, provided that its round was the last to
         close.
         """
         fragment = contribution.fragment

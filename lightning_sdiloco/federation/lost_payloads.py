@@ -50,7 +50,7 @@ class LostPayloads:
         return True
 
     def note(self, record: Record, payloads: Iterable[Payload]) -> None:
-        """Records and logs that payloads of a record are lost."""
+        """Stores and logs the loss of a record's payloads."""
         if _id_of(record) in self._records:
             return
         self._records[_id_of(record)] = record

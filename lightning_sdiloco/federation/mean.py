@@ -167,7 +167,7 @@ def has_nan(values: bytes, number: str) -> bool:
 
 def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
     """Returns the plain mean over the sites. A value that is identical at all sites keeps its bits.
-    Sites with any other non-finite value are left out.
+    Sites with a non-finite value that differs between sites are left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]

@@ -225,7 +225,9 @@ def imported(path: str) -> type[Quorum]:
 
 
 def built_in(path: str, named: str | None = None) -> type[Quorum]:
-    """Returns a quorum class of this package, or the one that the hub's operator has allowed."""
+    """Returns a quorum class from this package, or the class that the hub's operator has
+    allowed.
+    """
     if path == named:
         return imported(path)
     if path not in _BUILT_IN:

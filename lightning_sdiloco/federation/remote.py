@@ -131,7 +131,7 @@ class Outbox:
         self._sending.discard(contribution)
 
     def is_first_try(self, contribution: Contribution) -> bool:
-        """Records an attempt and returns whether it is the first."""
+        """Registers an attempt and returns whether it is the first."""
         is_first = contribution not in self._tried
         self._tried.add(contribution)
         return is_first

@@ -1,5 +1,5 @@
-"""Space management at a hub, which decides which blobs the store keeps and when to request a
-snapshot to free space.
+"""Manages the space at a hub by deciding which blobs the store keeps and when to request a snapshot
+to free space.
 
 The coordinator owns the `Room` of its run and holds its lock during every call except `back_up`.
 """
@@ -215,12 +215,12 @@ class Room:
     # A full disk
 
     def refuse(self, error: NoSpace) -> None:
-        """Records that the store has rejected a blob for lack of space."""
+        """Stores the error of a blob that was rejected for lack of space."""
         self._refused_until = self._clock() + _LACKING
         self._refusal = str(error)
 
     def note_stored(self) -> None:
-        """Records that the store had space for a blob."""
+        """Clears an earlier lack of space after a blob was stored."""
         self._refused_until = self._clock()
 
     @property

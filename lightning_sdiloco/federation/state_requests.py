@@ -194,15 +194,15 @@ class States:
         return any(request.for_snapshot for request in self._requests.values())
 
     def note_sending(self, donor: str, key: str) -> None:
-        """Records that a donor is sending a blob and extends the time for the remaining blobs."""
+        """Registers a blob that a donor is sending and extends the time for the remaining blobs."""
         for request in self._requests.values():
             if request.donor == donor and not request.lacks_room:
                 request.sent.add(key)
                 request.until = max(request.until, self._clock() + _SENDING)
 
     def note_no_room(self, donor: str) -> None:
-        """Records that the store has no space for a donor's blob. The request is repeated later to
-        the same or another site.
+        """Reschedules a request because the store has no space for a donor's blob. The request is
+        repeated later, to the same site or to another one.
         """
         for request in self._requests.values():
             if request.donor == donor and not (request.lacks_room or request.state):

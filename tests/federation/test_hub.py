@@ -162,7 +162,10 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
         (lambda: stranger.call("state", {"without": 3}), "without is not a list"),
         (lambda: world.ask("boss", "amend", terms="grace"), "the terms are not a JSON object"),
-        (lambda: world.ask("boss", "amend", terms={"H": 3}), "'H' cannot be amended. Amendable terms are rounds"),
+        (
+            lambda: world.ask("boss", "amend", terms={"H": 3}),
+            "'H' cannot be amended. Amendable terms are rounds",
+        ),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
     ):
         with pytest.raises(Refused, match=message):
