@@ -236,7 +236,7 @@ class Topology:
             if any(is_in_use):
                 raise ValueError(
                     "exchange='...:nccl' was given, but another engine in this process also"
-                    " exchanges over NCCL (on {sum(is_in_use)} of {self.world.size} ranks). The"
+                    f" exchanges over NCCL (on {sum(is_in_use)} of {self.world.size} ranks). The"
                     " messages of the two engines would block each other. Call finish() or close()"
                     " on the other engine first, or remove ':nccl' to use gloo, where engines are"
                     " independent."

@@ -260,7 +260,7 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
         Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5), on_device=backend)
 
     errors = run_ranks(run, 2, expect_failure=True).values()
-    start = "ValueError: The ranks [0, 1] of the worker groups cannot"
+    start = "ValueError: Ranks [0, 1] of the worker groups cannot"
     messages = [error[error.rindex(start) :] for error in errors]
     assert len(messages) == 2
     for message in messages:

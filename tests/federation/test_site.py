@@ -515,7 +515,7 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     if mixing != 0.25:
         mixed = local_before + (outer - sent)
     assert torch.allclose(first_parameter(late), mixed, atol=1e-6)
-    assert "it does not count" in caplog.text
+    assert "the contribution does not count" in caplog.text
     run.train(30)
     # Their first launches were too late.
     run.lost[0, 0] += 8
@@ -1393,11 +1393,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string. Set hub to an address"),
     (
         {"hub": "a.example"},
-        "hub='a.example' is not an address: give one with a port, such as a.example:29400",
+        "hub='a.example' is not an address. Set hub to HOST:PORT, such as a.example:29400",
     ),
     (
         {"hub": "a.example:1,b.example"},
-        "hub='b.example' is not an address: give one with a port",
+        "hub='b.example' is not an address. Set hub to HOST:PORT",
     ),
     (
         {"hub": "a.example:99999"},
