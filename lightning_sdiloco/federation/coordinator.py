@@ -226,8 +226,8 @@ class Coordinator:
     def ledger(self) -> Ledger:
         if self._ledger is None:
             raise Refused(
-                f"run {self.run!r} has not been founded yet and needs {self._founding.missing} more"
-                " sites"
+                f"run {self.run!r} has not been founded yet. Sites still missing:"
+                f" {self._founding.missing}"
             )
         return self._ledger
 
@@ -279,7 +279,7 @@ class Coordinator:
         """
         if self._founding.missing:
             return (
-                f"run {self.run!r} is being founded and needs {self._founding.missing} more sites"
+                f"run {self.run!r} is being founded. Sites still missing: {self._founding.missing}"
             )
         if self._founding.again:
             self._found_again()

@@ -327,7 +327,7 @@ def test_impossible_and_incompatible_choices_are_refused_by_name() -> None:
     assert_groups_refuse("together with outlier_guard", weighing=ZScore(), outer_optimizer=GUARD)
     words = "exchange='two_shot' was given with compression="
     two_shots = {"exchange": "two_shot", "compression": ByLink()}
-    assert_groups_refuse(f"{words}ByLink.*vary in length", **two_shots)
+    assert_groups_refuse(f"{words}ByLink.*differ in length", **two_shots)
     for code in (OF_VARYING_LENGTH, OVER_SENDERS):
         two_shots["compression"] = ErrorFeedback(code)
         assert_groups_refuse(f"{words}ErrorFeedback", **two_shots)

@@ -84,7 +84,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
     caplog.set_level("INFO", "lightning_sdiloco")
     world.start(sites=2)
     first = world.join("a")
-    world.run(lambda: "1 more sites are needed" in "".join(first.messages))
+    world.run(lambda: "Sites still missing: 1" in "".join(first.messages))
     assert not world.status()["founded"]
     world.join("b")
     world.rounds(4)
