@@ -1,9 +1,8 @@
-"""Communication among the ranks of one process group: collectives of tensors, for any backend, and
-of plain values.
+"""Collectives among the ranks of one process group, for tensors and plain values on any backend.
 
 Plain values are None, booleans, numbers, strings, bytes, tensors, and lists, tuples, sets and
-dictionaries of these. They are sent as JSON, followed by the bytes of tensors, and received data is
-never executed. A named tuple arrives as a plain tuple, which the caller converts back.
+dictionaries of these. Values are sent as JSON, followed by the raw bytes of their tensors. Received
+data is never executed. A named tuple arrives as a plain tuple, and the caller converts it back.
 """
 
 import json
@@ -22,12 +21,11 @@ from typing_extensions import override
 from lightning_sdiloco.memory import new_vector
 
 SHARED = "sdiloco_gloo"
-"""The backend name, in torch, of gloo process groups that share a thread; see
-`topology.SharedGloo`."""
+"""The name under which `topology.SharedGloo` registers its backend with torch."""
 
 
 PlainValue = Any
-"""A value that can be sent between ranks, as described above."""
+"""A value that can be sent between ranks."""
 
 Value = TypeVar("Value")
 
@@ -40,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 class Communicator:
-    """Gathers and broadcasts among a set of ranks. A single rank needs no process group."""
+    """Runs collectives among a set of ranks. A single rank needs no process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -54,8 +52,8 @@ class Communicator:
             self.is_on_host = dist.get_backend(process_group) in ("gloo", SHARED)
 
     def begun(self) -> int:
-        """Returns how many collectives any code on this rank has begun in the process group, with
-        gloo and NCCL.
+        """Returns how many collectives this rank has started in its gloo and NCCL backends,
+        including those issued by other code.
         """
         group = self.process_group
         if group is None:
@@ -67,7 +65,7 @@ class Communicator:
         return 0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, in rank order. All tensors must have the same shape and
+        """Gathers the tensors of all ranks in rank order. All tensors must have the same shape and
         dtype.
         """
         if self.size == 1:
@@ -78,13 +76,15 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, stacked; gradients flow back to their ranks."""
+        """Gathers and stacks the tensors of all ranks. Gradients flow back to the corresponding
+        ranks.
+        """
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns, stacked, the part that each rank has for this rank: the one at this rank's index
-        along the first dimension.
+        """Sends row i of the tensor to rank i and returns the rows received from all ranks,
+        stacked.
         """
         if self.size == 1:
             return tensor
@@ -94,8 +94,8 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Sends each rank its part and returns the parts from all ranks, which have the given
-        sizes. Parts are flat tensors of one dtype.
+        """Sends one part to each rank and returns the parts received from all ranks. Parts are flat
+        tensors of the same dtype, and `sizes` are the sizes of the received parts.
         """
         if self.size == 1:
             return list(parts)
@@ -108,7 +108,7 @@ class Communicator:
         return [to_device(part, parts[0].device) for part in received.split(list(sizes))]
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Returns the plain values of all ranks, in rank order; see `encode`."""
+        """Gathers plain values from all ranks in rank order."""
         if self.size == 1:
             return [value]
         # The backend may be "cpu:gloo,cuda:nccl": any device that it supports will do.
@@ -120,11 +120,11 @@ class Communicator:
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in received]
 
     def attempt(self, act: Callable[[], PlainValue]) -> list[Outcome]:
-        """Calls a function that returns a plain value on all ranks; returns the outcomes in rank
-        order.
+        """Calls a function on all ranks and returns the outcomes in rank order. The function must
+        return a plain value.
 
-        If one rank fails, the others learn of it here instead of continuing and waiting for that
-        rank.
+        If the call fails on one rank, all other ranks see the failure here instead of waiting for
+        that rank later.
         """
         try:
             outcome = Outcome(act())
@@ -136,7 +136,7 @@ class Communicator:
         return outcomes
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites a tensor with the one of the source rank of the process group."""
+        """Overwrites a tensor with the values from the source rank."""
         if self.size == 1:
             return
         staged = self._staged(tensor).contiguous()
@@ -145,8 +145,8 @@ class Communicator:
             tensor.copy_(staged)
 
     def channel(self, engine: int) -> "Communicator":
-        """Returns a communicator among the same ranks that only the engine with this number uses,
-        if the ranks use gloo.
+        """Returns a communicator among the same ranks that is reserved for one engine on gloo and
+        shared on other backends.
         """
         if self.process_group is not None and self.is_on_host and self.size > 1:
             return MessageCommunicator(self.process_group, engine)
@@ -163,12 +163,12 @@ _FIRST_TAG = 1 << 30
 
 
 class MessageCommunicator(Communicator):
-    """Gathers and broadcasts with tagged messages, over a gloo process group that several threads
-    may share.
+    """A communicator that sends tagged messages, so that several threads can share a gloo process
+    group.
 
-    gloo matches collectives by the order in which a rank begins them, and two threads have no
-    common order. Gathering takes half as long as in gloo, which passes values around a ring and
-    copies the result.
+    Tags are needed because gloo matches collectives by the order in which a rank starts them, and
+    two threads have no common order. Gathering takes half as long as gloo's own all-gather, which
+    passes values around a ring and copies the result.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, engine: int) -> None:
@@ -242,7 +242,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """`Communicator.all_to_all` with a gradient, to support second derivatives."""
+    """A differentiable `Communicator.all_to_all`, which supports second derivatives."""
 
     @staticmethod
     def forward(ctx: _Context, tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -262,10 +262,10 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def encode(value: PlainValue) -> bytes:
-    """Returns a plain value as bytes.
+    """Encodes a plain value as bytes.
 
     Raises:
-        TypeError: If a part of the value is not plain. The message names it.
+        TypeError: If any part of the value is not plain. The message names that part.
 
     Examples:
         >>> decode(encode({"loss": (0.5, None), 3: torch.ones(2)}))
@@ -277,18 +277,20 @@ def encode(value: PlainValue) -> bytes:
 
 
 def decode(encoded: bytes) -> PlainValue:
-    """Returns the value that `encode` turned into bytes, with its tensors on the host."""
+    """Decodes the output of `encode`. Tensors are returned on the host."""
     end = _HEAD + int.from_bytes(encoded[:_HEAD], "little")
     try:
         described = json.loads(bytes(encoded[_HEAD:end]))
         return _Buffers(memoryview(encoded)[end:]).value(described)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"Another rank sent data that is not a plain value: {error!r}.") from error
+        raise ValueError(
+            f"Another rank sent data that cannot be decoded as a plain value: {error!r}."
+        ) from error
 
 
 def _described(value: object, buffers: list[bytes]) -> object:
-    """Returns a value as JSON, in which a list begins with its kind, and appends bytes to
-    buffers.
+    """Converts a value to JSON, in which each list starts with its kind, and appends raw bytes to
+    `buffers`.
     """
     match value:
         case None | bool() | str():
@@ -310,27 +312,29 @@ def _described(value: object, buffers: list[bytes]) -> object:
         case list() | tuple() | set():
             kind = next(name for name, kind in _COLLECTIONS.items() if isinstance(value, kind))
             return [kind, *(_described(part, buffers) for part in value)]
-    raise TypeError(f"{value!r} is of {type(value)}, but only plain values travel between ranks.")
+    raise TypeError(
+        f"{value!r} is of type {type(value)}, but only plain values can be sent between ranks."
+    )
 
 
 _COLLECTIONS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
 class _Buffers:
-    """The bytes that follow the JSON, read in the order of the JSON."""
+    """The raw bytes that follow the JSON, in the same order."""
 
     def __init__(self, remaining: memoryview) -> None:
         self._remaining = remaining
 
     def _take(self, size: int) -> bytearray:
         if not 0 <= size <= len(self._remaining):
-            raise ValueError(f"{size} bytes were announced, but {len(self._remaining)} follow")
+            raise ValueError(f"{size} bytes were announced, but only {len(self._remaining)} follow")
         taken = bytearray(self._remaining[:size])
         self._remaining = self._remaining[size:]
         return taken
 
     def value(self, described: object) -> object:
-        """Returns the value that `_described` has described."""
+        """Rebuilds a value from the output of `_described`."""
         if isinstance(described, dict):
             raise ValueError("an object was found in place of a value")
         if not isinstance(described, list):
@@ -368,8 +372,8 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copies a tensor to the host. The calling thread waits for the copy, but the accelerator does
-    not.
+    """Copies a tensor to the host. The calling thread waits for the copy, but the accelerator keeps
+    running.
     """
     if values.device.type == "cpu":
         return values
@@ -379,7 +383,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting. Only work that this thread issues to the device
-    afterwards may use the copy.
+    """Copies a tensor to a device without waiting. The copy may be used only by work that this
+    thread issues to the device afterwards.
     """
     return values.to(device, non_blocking=True)

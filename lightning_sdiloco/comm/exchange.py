@@ -1,5 +1,5 @@
-"""Exchanges of messages between worker groups: a group sends one message to each other group and
-receives one from each.
+"""Exchanges of messages between worker groups. Each group sends one message to every other group
+and receives one from each.
 """
 
 import math
@@ -35,16 +35,16 @@ class Unanswered(Exception):
 
 
 class Exchange(ABC, Generic[Posted]):
-    """Carries messages between the worker groups.
+    """An exchange of messages between worker groups.
 
     Attributes:
-        device: The device on which messages to send must be.
-        learns_sizes: True if messages may be posted before their receivers know their lengths.
-        arrived: The time at which the last message of each group arrived, if known; 0 for this
-            group.
-        sends_bytes_per_s: The bandwidth of the link to each receiver; 0 if unknown.
-        open_channels: The channels in use, if only one is allowed at a time; None if any number is
-            allowed.
+        device: The device that outgoing messages must be on.
+        learns_sizes: True if messages may be posted before the receivers know their lengths.
+        arrived: The arrival time of each group's latest message, if known. The entry for this group
+            is 0.
+        sends_bytes_per_s: The bandwidth of the link to each receiver, or 0 if it is unknown.
+        open_channels: The channels in use, for an exchange that allows only one at a time. None if
+            the number of channels is unlimited.
     """
 
     learns_sizes = True
@@ -60,12 +60,13 @@ class Exchange(ABC, Generic[Posted]):
 
     @abstractmethod
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Posted:
-        """Starts to send messages, without waiting.
+        """Starts sending messages and returns immediately.
 
         Args:
-            messages: Flat bytes, one message for each group.
-            sizes: The lengths of incoming messages, by group. None means the length of this group's
-                own message. () means that `collect` will get them.
+            messages: One message of flat bytes for each group.
+            sizes: The length of the incoming message from each group. None means that all incoming
+                messages are as long as this group's message, and () means that `collect` receives
+                the lengths.
         """
 
     @abstractmethod
@@ -76,27 +77,26 @@ class Exchange(ABC, Generic[Posted]):
 
         Args:
             posted: The result of `post`.
-            deadline: The end of the wait, in terms of ``time.monotonic()``. After it, `Unanswered`
-                is raised.
-            sizes: The lengths of incoming messages, if they were unknown at `post`.
+            deadline: The ``time.monotonic()`` value after which `Unanswered` is raised.
+            sizes: The lengths of the incoming messages. Required only if `post` was called without
+                lengths.
         """
 
     @abstractmethod
     def channel(self, engine: int) -> "Exchange[Posted]":
-        """Returns a new exchange between the same groups. Its messages reach only the engine with
-        this number.
+        """Returns an exchange between the same groups whose messages reach only the given engine.
 
-        Messages of different engines never mix, regardless of the order in which they are posted. 0
-        is for messages outside of engines.
+        Messages of different engines never mix, regardless of the order in which they are posted.
+        Engine number 0 is reserved for messages that belong to no engine.
         """
 
     def close(self) -> None:
-        """Releases resources that only one channel may use at a time. Messages on their way are
+        """Releases the resources that only one channel may use at a time. Messages in transit are
         lost.
         """
 
     def _count(self, this_group: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Adds messages to the bytes sent and received, except those of this group to itself."""
+        """Counts the bytes sent to and received from other groups."""
         for group in range(self.num_groups):
             if group != this_group:
                 self.bytes_sent += sent[group].numel()
@@ -104,7 +104,7 @@ class Exchange(ABC, Generic[Posted]):
 
 
 AnyExchange: TypeAlias = Exchange[Any]
-"""An exchange with posted messages of any type, which only its own `collect` uses."""
+"""An exchange with any type of posted messages."""
 
 
 # Over gloo
@@ -112,9 +112,7 @@ AnyExchange: TypeAlias = Exchange[Any]
 
 @dataclass
 class _Travelling:
-    """Messages on their way over gloo: those of this group, incoming ones, and the work handles of
-    each other group.
-    """
+    """Messages in transit over gloo, with the work handles for each peer group."""
 
     messages: Sequence[Tensor]
     received: list[Tensor]
@@ -128,10 +126,11 @@ _TAGS = 2
 
 
 class DirectExchange(Exchange[_Travelling]):
-    """Sends from each group to each other group, over one gloo process group per direction.
+    """An exchange in which each group sends directly to every other group, over one gloo process
+    group per direction.
 
-    Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo
-    delivers a message only to a receiver that waits for its tag.
+    Exchanges may share process groups if they differ in ``tag`` (0 or 1) or in ``engine``, because
+    gloo delivers a message only to a receiver that waits for the same tag.
     """
 
     def __init__(
@@ -165,8 +164,8 @@ class DirectExchange(Exchange[_Travelling]):
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
-        """Starts to send. Messages on another device are first copied to the host; a message that
-        is the same for all groups is copied once.
+        """Starts sending. Messages on another device are first copied to the host. If all groups
+        get the same message, it is copied only once.
         """
         sent = list(messages)
         if messages[self._group].device.type != "cpu":
@@ -178,7 +177,7 @@ class DirectExchange(Exchange[_Travelling]):
             sizes = [sent[self._group].numel()] * self.num_groups
         sizes_are_known = sizes != ()
         if sizes_are_known:
-            # This comes first, so that the other groups learn early that this one is ready.
+            # Receiving starts first so that the other groups see early that this group is ready.
             self._receive(posted, [group for group in self._ways if sizes[group]], sizes)
         for group in self._ways:
             # Empty messages are not sent, but their receivers must know that they are empty.
@@ -191,12 +190,11 @@ class DirectExchange(Exchange[_Travelling]):
             forward, _ = self._ways[group]
             posted.sending[group] = forward.send([message], group, self._tag)
         except RuntimeError as error:
-            # The error is raised when messages are collected, so that all ranks of this group see
-            # it at the same point.
+            # `collect` raises the error so that all ranks of this group see it at the same point.
             posted.failure = posted.failure or self._gone(group, error)
 
     def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
-        """Starts to receive from other groups. gloo buffers messages that arrive earlier."""
+        """Starts receiving from other groups. gloo buffers messages that arrive earlier."""
         message = posted.received[self._group]
         device = posted.messages[self._group].device
         posted.received = [
@@ -269,8 +267,8 @@ class DirectExchange(Exchange[_Travelling]):
 # Messages of any size
 
 LENGTH_BYTES = 8
-"""The bytes that store the length of the message to a group, and the rate of that group's last
-message."""
+"""The size of the header that holds a message's length and the rate at which the receiver's last
+message arrived."""
 
 # The bits for the length, and for the rate in kB/s.
 _LENGTH_BITS = 40
@@ -279,7 +277,7 @@ _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[object, object]]):
-    """Carries messages whose sizes differ between groups; a second exchange carries their
+    """An exchange of messages whose sizes differ between groups. A second exchange carries their
     lengths.
     """
 
@@ -287,9 +285,9 @@ class VaryingExchange(Exchange[tuple[object, object]]):
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length,"
-                " but exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl'"
-                " out for gloo, or choose a compression whose payloads have one size, such as"
+                "Payloads of compression=Threshold(every=...) or ByLink(...) vary in length, but"
+                " exchange='...:nccl' requires sizes that all ranks know in advance. Remove ':nccl'"
+                " to use gloo, or choose a compression with payloads of fixed size, such as"
                 " 'sparse'."
             )
         self.device = messages.device
@@ -339,17 +337,17 @@ class VaryingExchange(Exchange[tuple[object, object]]):
 
 
 def _carried(rates: Sequence[float]) -> float:
-    """Returns the bandwidth of the link to each receiver, given the rates at which the same message
-    arrived at the receivers. It is 0 for this group and where a rate is unknown.
+    """Estimates the bandwidth of the link to each receiver from the rates at which the same message
+    arrived. Unknown rates and the rate of this group are 0.
     """
     fastest_first = sorted((rate for rate in rates if rate), reverse=True)
-    # The number of receivers that got at least this rate at the same time.
+    # Each total assumes that `number` receivers got at least `rate` at the same time.
     totals = [number * rate for number, rate in enumerate(fastest_first, 1)]
     return max(totals, default=0.0) / max(1, len(rates) - 1)
 
 
 def _packed(length: int, rate: float) -> Tensor:
-    """Returns length and rate as bytes. A known rate is never rounded to 0."""
+    """Packs a length and a rate into bytes. A known rate is never rounded down to 0."""
     assert length < 1 << _LENGTH_BITS, "a message is shorter than a terabyte"
     in_units = min(math.ceil(rate / _UNIT), (1 << _RATE_BITS) - 1)
     return torch.tensor([in_units << _LENGTH_BITS | length], dtype=torch.int64).view(torch.uint8)
@@ -364,15 +362,14 @@ def _unpacked(head: Tensor) -> tuple[int, float]:
 
 
 _Table = dict[int, dict[int, Sequence[Tensor]]]
-"""The messages that a group sends, by the number of the round and the group."""
+"""The messages that groups send, by round number and sending group."""
 
 
 class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
-    """Carries messages between worker groups that are all in one process. Each group has one such
-    exchange.
+    """An exchange between worker groups in the same process. Each group has its own instance.
 
-    Messages are kept in a table for each engine until all groups have taken them. Collecting before
-    all groups have posted is an error: waiting would not help, because the groups share one thread.
+    A table per engine holds the messages until all groups have collected them. Collecting before
+    all groups have posted is an error. The groups share one thread, so waiting would deadlock.
     """
 
     def __init__(
@@ -399,8 +396,8 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     ) -> tuple[int, Sequence[Tensor]]:
         number = self._posted
         self._posted += 1
-        # One entry for each group that has posted; `collect` adds one for each that has taken the
-        # messages.
+        # One entry for each group that has posted; `collect` adds one for each group that has taken
+        # the messages.
         self._table[number][self._group] = messages
         return number, messages
 
@@ -416,7 +413,7 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
         for group in range(self.num_groups):
             if group not in sent:
                 raise Unanswered(
-                    group, "has not launched yet: all groups must launch before one of them lands"
+                    group, "has not launched yet, and all groups must launch before any group lands"
                 )
         received = [sent[group][self._group] for group in range(self.num_groups)]
         sent[self.num_groups + self._group] = ()
@@ -428,31 +425,31 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
 # From device to device
 
-# In seconds: short compared with a message, long compared with a poll.
+# In seconds; short compared with a message and long compared with a poll.
 _BETWEEN_LOOKS = 0.001
 
 
 class DeviceBackend(NamedTuple):
-    """A backend of torch.distributed that sends tensors of a device."""
+    """A torch.distributed backend that sends tensors directly from a device."""
 
     name: str
     device: torch.device
 
 
 def nccl_on(device: torch.device) -> DeviceBackend:
-    """Returns NCCL as the backend for a device; refuses a device that NCCL does not support, or a
-    torch without it.
+    """Returns NCCL as the backend for a device. Raises ValueError if the device or the torch build
+    does not support NCCL.
     """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL supports"
-            " only CUDA devices. Train on CUDA devices, or leave ':nccl' out for gloo, which works"
-            " on every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}, and NCCL"
+            " supports only CUDA devices. Train on CUDA devices, or remove ':nccl' to use gloo,"
+            " which works on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
             f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL."
-            " Install a torch that has it, or leave ':nccl' out for gloo."
+            " Install a build of torch with NCCL, or remove ':nccl' to use gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -464,25 +461,25 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceExchange(Exchange[_OnDevice]):
-    """Sends from each group's device to that of each other group; the host only polls for
-    completion.
+    """An exchange that sends directly from device to device. The host only polls for completion.
 
-    All messages of a flight form one group call of the backend, which cannot deadlock, whatever the
-    order of its sends and receives. The exchange needs a process group for itself, because the
-    backend matches messages by the order in which ranks post them. Both hops of a flight use it,
-    from one thread.
+    All messages of a flight are sent in a single group call of the backend. Such a call cannot
+    deadlock, regardless of the order of sends and receives. The backend matches messages by the
+    order in which ranks post them, so each exchange needs a separate process group. Both hops of a
+    flight use the same exchange from a single thread.
 
-    [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream
-    wait, not the host. So it is called only when everything has arrived. The stream also encodes
-    the next flight and decodes the previous one. Otherwise, these would wait for the slowest group,
+    [Note: the stream never waits for another rank] With a device backend such as NCCL, ``wait()``
+    blocks the stream instead of the host. The exchange therefore calls ``wait()`` only after every
+    message has arrived. The same stream also encodes the next flight and decodes the previous one.
+    If the stream were blocked earlier, both flights would have to wait for the slowest group
     without a time limit.
 
-    [Note: a device is in one order] A device that has begun to send is busy until the other side
-    does the same. An operation that waits for the whole device, such as the first use of a kernel,
-    then also waits for the other side. So messages are sent when they are collected: after the
-    control vectors of all groups have arrived, which means that all messages are ready, and in an
-    order that is the same on all ranks. When the hops of two flights began in different orders,
-    they deadlocked. Two engines have no common order, so only one may have a channel at a time.
+    [Note: devices send in one order] A device that starts sending is busy until its peer starts
+    sending. Until then, an operation that synchronizes the whole device, such as loading a kernel
+    for the first time, waits for the peer. Messages are therefore sent in `collect`, in the same
+    order on all ranks. When `collect` is called, the control vectors of all groups have arrived, so
+    all messages are ready. Hops of two flights that start in different orders deadlock. Two engines
+    have no common order, so only one of them may have a channel at a time.
     """
 
     learns_sizes = False
@@ -512,8 +509,8 @@ class DeviceExchange(Exchange[_OnDevice]):
         self.open_channels.discard(self)
 
     def meet(self, deadline: float) -> None:
-        """Makes the backend connect, which it does with its first messages. All groups must call
-        this.
+        """Sends the first messages, which makes the backend connect. All groups must call this
+        method.
         """
         posted = self.post(
             [torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups
@@ -522,16 +519,16 @@ class DeviceExchange(Exchange[_OnDevice]):
             self._wait(posted, deadline)
         except Unanswered as error:
             raise ValueError(
-                f"The ranks {self._ranks} of the worker groups cannot exchange over"
-                f" {self._backend}: {error}. NCCL_DEBUG=INFO logs the attempts, and"
-                " NCCL_SOCKET_IFNAME selects the interface. Set it on every machine, or leave"
-                " ':nccl' out for gloo."
+                f"Ranks {self._ranks} of the worker groups cannot exchange messages over"
+                f" {self._backend}: {error}. Set NCCL_DEBUG=INFO to log the attempts and"
+                " NCCL_SOCKET_IFNAME to select the interface on every machine, or remove ':nccl' to"
+                " use gloo."
             ) from error
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
-        """Prepares messages, which the current stream may still be computing; see [Note: a device
-        is in one order].
+        """Prepares messages that the current stream may still be computing; see [Note: devices send
+        in one order].
         """
         sent = [message.contiguous() for message in messages]
         message = sent[self._group]

@@ -1,21 +1,20 @@
 """Paces a rank's messages so that messages sent together arrive together.
 
-The gain (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms,
-flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as the transfer of their bytes;
-without pacing, they take 1.31, 1.54 and 1.45 times as long.
+Pacing was measured with ``python -m benchmarks.flights``. Over links of 30 Mbit/s with round trips
+of 50 ms, flights of 2, 4 and 8 sites take 1.05, 1.10 and 1.09 times as long as the bare transfer of
+their bytes. Without pacing, the same flights take 1.31, 1.54 and 1.45 times as long.
 
-[Note: why pace] A mean waits for the slowest message. TCP shares a link fairly in the long run: of
-seven connections that send for a second, some get half the bandwidth of others, and after a pause
-all start slowly and then overrun the queue of the link. So each connection is limited to its share
-of the bandwidth, which the kernel enforces.
+[Note: why pace] A mean waits for the slowest message, and TCP shares a link fairly only in the long
+run. When seven connections send for a second, some get half the bandwidth of others. After a pause,
+all connections start slowly and then overflow the link's queue. The kernel therefore limits each
+connection to its share of the bandwidth.
 
-The bandwidth of the link is estimated after each message from the kernel's counters. If packets
-were queued or lost, the next messages are sent more slowly, in proportion; otherwise they are sent
-faster, in growing steps. So a rate that is too low is soon corrected, and links may change at any
-time.
+After each message, the bandwidth of the link is estimated from the kernel's counters. If packets
+were queued or lost, the rate is reduced in proportion. Otherwise, the rate rises in growing steps.
+A rate that is too low is therefore corrected soon, and the link's bandwidth may change at any time.
 
-gloo opens the connections in this process. They can be found on Linux only; on other systems,
-nothing is paced.
+gloo opens the connections in this process. Connections can be found only on Linux, so other systems
+do not pace messages.
 """
 
 import os
@@ -39,29 +38,29 @@ _FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
 _SHORTEST_S = 0.05
 _SHORTEST = 1 << 16
-"""Messages that take less time or have fewer bytes are not paced, and nothing is learned from them:
-they fit into a queue."""
+"""The minimum duration and size of messages that are paced and measured. Smaller messages fit into
+the link's queue."""
 
 _QUEUE_S = 0.015
 _QUEUE_SHARE = 0.03
 _LOST_SHARE = 0.005
-"""A rate is too high if packets spent this many seconds in queues and this share of the time, or if
-this many packets were lost."""
+"""The limits for queueing time (in seconds and as a share of the transfer) and for packet loss. A
+rate that exceeds one of these limits is too high."""
 
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""The share by which a rate grows before it was ever too high, the share afterwards, which doubles
-each time, and the maximum."""
+"""The relative increase of a rate before its first reduction, the increase after a reduction
+(doubled each time), and the maximum increase."""
 
 _MOST = 1.25
 _LEAST = 1.05
-"""A rate is at most this many times the rate at which connections delivered, and at least this many
-times the rate at which they sent."""
+"""The upper bound of the rate as a multiple of the delivered rate, and the lower bound as a
+multiple of the sent rate."""
 
 _REMEMBERED = 8
-"""If packets were queued or lost in each of this many last hops, the rate of sending is not the
-cause."""
+"""The number of recent hops to compare. Queueing or loss in all of these hops is not caused by the
+rate."""
 
 
 class Counters(NamedTuple):
@@ -75,7 +74,9 @@ class Counters(NamedTuple):
     on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns the counts since an earlier reading, with the current round trips and speed."""
+        """Returns the difference from an earlier reading. Round trips and speed keep their current
+        values.
+        """
         busy_s = self.busy_s - before.busy_s
         if not before.on_the_way:
             # The first packet found an empty link.
@@ -89,7 +90,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection of this process, whichever library opened it."""
+    """An open TCP connection of this process, possibly opened by another library."""
 
     descriptor: int
     inode: int
@@ -115,7 +116,7 @@ class Connection(NamedTuple):
             counted = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(counted) < _INFO_BYTES:
             raise OSError(
-                "This Linux is older than 4.10 and does not report how long a connection was busy."
+                "This kernel is older than 4.10 and does not report how long a connection was busy."
             )
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(counted)
         return Counters(
@@ -130,9 +131,7 @@ class Connection(NamedTuple):
         )
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Limits the rate of the connection; None means as fast as its congestion control
-        allows.
-        """
+        """Limits the rate of the connection. None leaves the rate to congestion control."""
         rate = _UNLIMITED
         if bytes_per_s is not None:
             rate = max(1, int(bytes_per_s))
@@ -141,9 +140,9 @@ class Connection(NamedTuple):
 
     @contextmanager
     def _opened(self) -> Iterator[socket.socket]:
-        """Opens the socket, which its owner continues to own."""
+        """Opens the socket without taking ownership of the descriptor."""
         if os.fstat(self.descriptor).st_ino != self.inode:
-            raise OSError(f"The connection of descriptor {self.descriptor} no longer exists.")
+            raise OSError(f"The connection with descriptor {self.descriptor} no longer exists.")
         # Given a family and a type, Python does not query the kernel for them.
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.descriptor)
         try:
@@ -153,7 +152,7 @@ class Connection(NamedTuple):
 
 
 def _is_connection(descriptor: int) -> bool:
-    """Returns whether a socket is a TCP connection; raises an error if it is not connected."""
+    """Returns whether a socket is a TCP connection. Raises OSError if it is not connected."""
     with socket.socket(fileno=os.dup(descriptor)) as opened:
         opened.getpeername()
         is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)
@@ -169,7 +168,7 @@ class Sent(NamedTuple):
 
     @staticmethod
     def over(connections: Sequence[Counters]) -> "Sent":
-        """Sums up the counters, during some messages, of the connections that carried them."""
+        """Summarizes the counters of the connections that carried a set of messages."""
         packets = sum(counters.packets for counters in connections)
         sent_again = sum(counters.sent_again for counters in connections)
         return Sent(
@@ -184,11 +183,11 @@ class Sent(NamedTuple):
 
 
 class Pace:
-    """Learns how fast a rank may send.
+    """The adaptive sending rate of a rank.
 
     Attributes:
-        bytes_per_s: The rate of all connections together; None means as fast as their congestion
-            control allows.
+        bytes_per_s: The combined rate of all connections, or None if congestion control sets the
+            rate.
     """
 
     def __init__(self) -> None:
@@ -197,7 +196,7 @@ class Pace:
         self._last: deque[Sent] = deque(maxlen=_REMEMBERED)
 
     def learn(self, sent: Sent) -> None:
-        """Updates the rate, given how messages that were paced at it got through."""
+        """Updates the rate from the measurements of messages sent at the current rate."""
         if sent.seconds < _SHORTEST_S:
             return
         queued_s = sent.queued_s
@@ -230,8 +229,8 @@ class Pace:
 
 
 class Pacing:
-    """Paces the connections of a rank over which messages leave together. Its methods may be
-    called by any thread.
+    """Paces the connections over which a rank sends messages together. All methods are
+    thread-safe.
     """
 
     def __init__(self, connections: Set[Connection] = frozenset()) -> None:
@@ -242,8 +241,8 @@ class Pacing:
         self._lock = threading.Lock()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Sets the rate of the next messages from what the last ones showed. Call it before they
-        are sent.
+        """Sets the rate of the next messages from measurements of the previous messages. Call this
+        method before sending.
         """
         nbytes = sum(sizes)
         if not self._connections or not nbytes:

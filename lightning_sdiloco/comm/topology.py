@@ -1,5 +1,5 @@
-"""The layout of ranks in worker groups, and the process groups within and between them, as
-communicators and exchanges.
+"""The layout of ranks in worker groups, with the communicators within groups and the exchanges
+between them.
 """
 
 import atexit
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 STAGES = 3
-"""The stages of a flight. Each has its own communicator among the ranks of the group."""
+"""The number of stages in a flight. Each stage has its own communicator among the ranks of the
+group."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Assigns the ranks of a world to worker groups, each of which consists of consecutive ranks.
+    """An assignment of the ranks of a world to worker groups of consecutive ranks.
 
     Examples:
         >>> layout = GroupLayout(world_size=4, worker_groups=2)
@@ -54,21 +55,21 @@ class GroupLayout:
             fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
             raise ValueError(
                 f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into"
-                f" groups of equal size. With {self.world_size} processes it can be one of"
-                f" {fitting}. Change worker_groups, or the number of devices or nodes."
+                f" groups of equal size. With {self.world_size} processes, it can be one of"
+                f" {fitting}. Change worker_groups or the number of devices or nodes."
             )
 
     @property
     def group_size(self) -> int:
-        """The number of ranks in a group (G), which is also the number of shards of a fragment."""
+        """The number of ranks in a group (G), which equals the number of shards of a fragment."""
         return self.world_size // self.worker_groups
 
     def group_of(self, rank: int) -> int:
         return rank // self.group_size
 
     def group_rank_of(self, rank: int) -> int:
-        """Returns the index of a rank in its group, which is also the index of the shard that it
-        exchanges.
+        """Returns the index of a rank in its group, which equals the index of the shard that the
+        rank exchanges.
         """
         return rank % self.group_size
 
@@ -79,14 +80,14 @@ class GroupLayout:
         ]
 
     def shard_groups(self) -> list[list[int]]:
-        """Returns, for every shard, the ranks that exchange it, in the order of their groups."""
+        """Lists the ranks that exchange each shard, in group order."""
         return [
             list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)
         ]
 
 
 def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
-    """Returns its argument if that is a valid number of worker groups or ``"auto"``."""
+    """Validates and returns a number of worker groups or ``"auto"``."""
     if isinstance(worker_groups, str) and worker_groups == "auto":
         return "auto"
     fault = "out of range"
@@ -97,16 +98,16 @@ def checked_worker_groups(worker_groups: object) -> int | Literal["auto"]:
     elif int(worker_groups) >= 1:
         return int(worker_groups)
     raise ValueError(
-        f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1,"
-        " or 'auto' for one group per node (per device on a single node). Choose one of them."
+        f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or"
+        " 'auto' for one group per node (per device on a single node). Choose one of these."
     )
 
 
 def require_backend(backend: str | None) -> None:
-    """Refuses a process group backend that torch does not know, such as a misspelled one."""
+    """Raises ValueError if torch has no process group backend of the given name."""
     if backend is None:
         return
-    # "cpu:gloo,cuda:nccl" names one for each kind of device.
+    # A string such as "cpu:gloo,cuda:nccl" names a backend for each device type.
     for part in str(backend).split(","):
         name = part.rpartition(":")[2].lower()
         if name not in dist.Backend.backend_list:
@@ -114,9 +115,9 @@ def require_backend(backend: str | None) -> None:
             backends = [name for name in dist.Backend.backend_list if name not in hidden]
             raise ValueError(
                 f"process_group_backend={backend!r} names the backend {name!r}, which torch does"
-                f" not know. It knows {', '.join(backends)}, also as in 'cpu:gloo,cuda:nccl'."
-                " Choose one of them, leave it out for that of the device, or import the package"
-                " that brings another one first."
+                f" not know. Choose one of {', '.join(backends)}, or one per device type as in"
+                " 'cpu:gloo,cuda:nccl'. Leave the option out to use the default backend of the"
+                " device. To use a third-party backend, import its package first."
             )
 
 
@@ -124,15 +125,15 @@ def require_backend(backend: str | None) -> None:
 
 
 class SharedGloo:
-    """Makes process groups that share a device, which is gloo's word for a thread and the address
-    of its connections.
+    """A factory for gloo process groups that share one gloo device, meaning a thread and a
+    listening address.
 
     gloo gives each process group a thread that wakes up a hundred times a second, even if nothing
-    is sent. Eight such threads use as much processor time as all flights of a large model. So
-    process groups share the thread of the default group, unless they listen on another interface.
-    Without sharing, flights of eight groups on two cores take 1.07 times as long; for two and four
-    groups there is no difference. A connection still belongs to one process group, so no message
-    waits behind one of another group.
+    is sent. Eight such threads use as much processor time as all flights of a large model. Process
+    groups therefore share the thread of the default group, unless they listen on a different
+    interface. Without sharing, flights of eight groups on two cores take 1.07 times as long. For
+    two and four groups, sharing makes no difference. Each connection still belongs to a single
+    process group, so messages of different process groups never wait for each other.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
@@ -147,15 +148,15 @@ class SharedGloo:
             )
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        """Makes a process group. All ranks of the world must call it at the same time; see
-        ``dist.new_group``.
+        """Creates a process group. All ranks of the world must call this method at the same time,
+        as for ``dist.new_group``.
         """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
     @staticmethod
     def _make(place: "_DistributedBackendOptions", shared: "SharedGloo") -> "dist.ProcessGroupGloo":
-        """Makes a backend for a rank's place among others; torch calls it for a registered
-        backend.
+        """Creates the gloo backend of one process group. torch calls this function as the
+        registered factory.
         """
         gloo: Any = dist.ProcessGroupGloo
         if not shared._devices:
@@ -169,8 +170,8 @@ class SharedGloo:
 
 
 def devices_of(backend: object) -> list[object]:
-    """Returns the devices of a process group, or none if torch does not report them; each group
-    then has its own.
+    """Returns the gloo devices of a backend. If torch does not report the devices, the list is
+    empty and each process group has its own device.
     """
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
@@ -180,7 +181,7 @@ def devices_of(backend: object) -> list[object]:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of a rank among the others, and all of its connections.
+    """The position of a rank in its group and the world, with all of its connections.
 
     Attributes:
         num_groups: The number of worker groups.
@@ -190,18 +191,19 @@ class Topology:
         world: All ranks.
         peers: The ranks that exchange the same shard, one in each group.
         in_group: The ranks of this group.
-        in_site: The same, over gloo, if this group is a site of a federation.
-        stages: The ranks of this group, once for each stage of a flight.
-        control: Carries control vectors between groups.
-        progress: Carries reports of progress between groups.
-        exchange: Carries outer gradients between groups.
-        second_hop: Carries means between groups in two-shot exchanges.
-        background: Makes the background in which flights run; None means the usual one.
-        engine: The number of the engine to which these channels belong; 0 if they belong to none.
-        numbers: Yields the numbers of the engines of this process that share these ranks, in the
-            order in which the engines are made.
-        starts: By rank, digests of models whose ranks began with different values; engines that
-            share these ranks add to it.
+        in_site: The ranks of this group. In a federation, they are connected over gloo.
+        stages: One communicator among the ranks of this group for each stage of a flight.
+        control: The exchange of control vectors between groups.
+        progress: The exchange of progress reports between groups.
+        exchange: The exchange of outer gradients between groups.
+        second_hop: The exchange of means between groups in two-shot exchanges.
+        background: A function that creates the background in which flights run. None selects the
+            default background.
+        engine: The number of the engine that owns these channels, or 0 if no engine owns them.
+        numbers: An iterator over the numbers of engines that share these ranks, in order of
+            creation.
+        starts: The digests, by rank, of models that started with different values. Engines that
+            share these ranks add to the list.
     """
 
     num_groups: int = 1
@@ -223,19 +225,20 @@ class Topology:
     starts: list[list[int]] = field(default_factory=list)
 
     def for_engine(self) -> "Topology":
-        """Returns the same ranks with channels that no other engine uses. All ranks must call this.
+        """Returns a topology of the same ranks with channels for a new engine. All ranks must call
+        this method.
 
-        No process group is made: engines share process groups, and their messages have different
-        tags.
+        Engines share process groups and tag their messages differently, so no process group is
+        created.
         """
         if self.exchange.open_channels is not None:
             is_in_use = self.world.all_gather_object(bool(self.exchange.open_channels))
             if any(is_in_use):
                 raise ValueError(
-                    "exchange='...:nccl' was given, but another engine of this process also"
-                    f" exchanges over NCCL (on {sum(is_in_use)} of {self.world.size} ranks), and"
-                    " their messages would wait for each other. Call finish() or close() of the"
-                    " other engine first, or leave ':nccl' out for gloo, where engines are"
+                    "exchange='...:nccl' was given, but another engine in this process also"
+                    f" exchanges over NCCL (on {sum(is_in_use)} of {self.world.size} ranks). The"
+                    " messages of the two engines would block each other. Call finish() or close()"
+                    " on the other engine first, or remove ':nccl' to use gloo, where engines are"
                     " independent."
                 )
         engine = next(self.numbers)
@@ -257,12 +260,14 @@ class Topology:
         )
 
     def close(self) -> None:
-        """Releases the channels of an engine that has ended."""
+        """Releases the channels of a finished engine."""
         self.exchange.close()
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
-        """Returns the topologies of several worker groups of one rank each, all in this process."""
+        """Returns the topologies of simulated worker groups in this process, with one rank per
+        group.
+        """
         control = InProcessExchange.connect(groups)
         progress = InProcessExchange.connect(groups)
         exchanges = InProcessExchange.connect(groups)
@@ -281,7 +286,7 @@ class Topology:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this group, numbered as in the world."""
+        """The world ranks of this group."""
         return range(self.group_index * self.group_size, (self.group_index + 1) * self.group_size)
 
     @property
@@ -289,7 +294,7 @@ class Topology:
         return self.ranks[self.group_rank]
 
     def is_stale(self) -> bool:
-        """Returns whether the default process group has been replaced since this was made."""
+        """Returns whether the default process group has changed since this object was created."""
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod
@@ -299,7 +304,9 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None = None,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
-        """Makes the process groups of this rank, once for each layout. All ranks must call this."""
+        """Creates the process groups of this rank, or returns the cached ones for this layout. All
+        ranks must call this method.
+        """
         key = (layout, timeout, on_device)
         if key not in _topologies or _topologies[key].is_stale():
             _topologies[key] = Topology._make(layout, timeout, joining, on_device)
@@ -332,7 +339,7 @@ class Topology:
 
 
 class _Inside(NamedTuple):
-    """The communicators among the ranks of a group; see `Topology`."""
+    """The communicators among the ranks of a group, as described in `Topology`."""
 
     in_group: Communicator
     in_site: Communicator
@@ -360,7 +367,7 @@ class _Inside(NamedTuple):
 
 
 class _Between(NamedTuple):
-    """The communicator and the exchanges between groups; see `Topology`."""
+    """The communicator and the exchanges between groups, as described in `Topology`."""
 
     peers: Communicator
     control: AnyExchange
@@ -378,7 +385,7 @@ class _Between(NamedTuple):
     ) -> "_Between":
         entered: AbstractContextManager[None] = nullcontext()
         if joining:
-            # They listen on a different interface than the earlier process groups.
+            # These process groups listen on a different interface than the earlier ones.
             entered = joining()
             gloo = SharedGloo()
         with entered:
@@ -398,14 +405,16 @@ _topologies: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology]
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Gives gloo's threads a moment to finish when the interpreter exits."""
+    """Gives gloo's threads time to finish when the interpreter exits."""
     atexit.register(time.sleep, 0.2)
 
 
 def mesh_of(
     layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta
 ) -> DeviceMesh:
-    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call this."""
+    """Creates a device mesh of this group's ranks, or returns the cached mesh of this shape. All
+    ranks must call this function.
+    """
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
     if (shape, device, timeout) in _meshes:
         world_of_mesh, mesh = _meshes[shape, device, timeout]
@@ -435,13 +444,13 @@ def world() -> Communicator:
 
 
 def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
-    """Returns the ranks of a foreign process group, numbered as in the world."""
+    """Returns the world ranks of any process group."""
     return list(dist.get_process_group_ranks(process_group))
 
 
 def store() -> "Store | None":
-    """Returns the store of the default process group, in which a failing rank leaves a message;
-    None if there is no process group.
+    """Returns the store of the default process group, or None if there is no process group. A
+    failing rank leaves a message in the store.
     """
     if not dist.is_initialized():
         return None
@@ -454,7 +463,9 @@ def _exchanges(
     timeout: timedelta,
     on_device: DeviceBackend | None,
 ) -> list[AnyExchange]:
-    """Returns exchanges for control vectors, for progress, and for the first and second hop."""
+    """Creates the exchanges for control vectors, progress reports, the first hop, and the second
+    hop.
+    """
     if layout.worker_groups == 1:
         return [InProcessExchange.connect(1)[0] for _ in range(4)]
 
@@ -486,8 +497,8 @@ def _exchanges(
 def _process_group(
     all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Makes a process group of every list of ranks and returns the one of this rank. All ranks must
-    call this.
+    """Creates a process group for each list of ranks and returns the group that contains this rank.
+    All ranks must call this function.
     """
     is_gloo = backend == "gloo" or isinstance(backend, SharedGloo)
     if backend is None:
@@ -507,8 +518,8 @@ def _process_group(
 
 @contextmanager
 def _unbound(is_gloo: bool) -> Iterator[None]:
-    """Keeps torch from splitting gloo process groups off a default one that is bound to a device,
-    which gloo does not support.
+    """Unbinds the default process group from its device while gloo groups are created. Otherwise,
+    torch would split the gloo groups off the default group, which gloo does not support.
     """
     if not is_gloo:
         yield

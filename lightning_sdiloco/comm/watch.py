@@ -1,4 +1,4 @@
-"""Watches for collectives over all ranks that code outside this package issues during training."""
+"""Detects collectives over all ranks that user code issues during training."""
 
 import logging
 
@@ -12,19 +12,19 @@ _IN_A_ROW = 3
 
 
 class WorldWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch. The
-    collectives are not replaced.
+    """A watch that warns once if user code issues collectives over all ranks in several batches in
+    a row. The collectives are not replaced.
 
-    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the
-    loss of a contrastive model, makes every worker group wait for the slowest one in every batch.
-    Process groups count the collectives that begin in them. The owner of a watch begins and ends it
-    around code in which neither the engine nor Lightning issues collectives over all ranks, so only
-    the user's are counted: from the last hook before a training step to the first one after it, or
-    from one inner step to the next. Only rank 0 watches.
+    [Note: what waits in every batch] A call of ``torch.distributed.all_gather`` without a group,
+    for example in a contrastive loss, makes every worker group wait for the slowest group in every
+    batch. Process groups count the collectives that start in them. Callers run `begin` and `end`
+    around code in which neither the engine nor Lightning issues collectives over all ranks, so that
+    only user collectives are counted. Such code runs from the last hook before a training step to
+    the first hook after it, or from one inner step to the next. Only rank 0 watches.
 
     Args:
-        advice: The end of the warning, which says what the user should do.
-        unit: The unit that the warning counts: the code between `begin` and `end`.
+        advice: The last part of the warning, with advice for the user.
+        unit: The plural name that the warning uses for the intervals between `begin` and `end`.
     """
 
     def __init__(self, advice: str, unit: str = "training batches") -> None:
@@ -61,8 +61,9 @@ class WorldWatch:
         if self._in_a_row == _IN_A_ROW:
             self.stop()
             _log.warning(
-                "torch.distributed was called over all ranks in %d %s in a row: every worker group"
-                " waits for the slowest one in every batch. %s Shown once.",
+                "User code ran torch.distributed collectives over all ranks in %d %s in a row, so"
+                " every worker group waits for the slowest group in every batch. %s This warning"
+                " is shown once.",
                 _IN_A_ROW,
                 self._unit,
                 self._advice,

@@ -1,10 +1,11 @@
-"""Sites that come and go: separately launched jobs connected through a hub.
+"""Federated training across sites, which are separately launched jobs that join and leave through a
+hub.
 
-The rules (`run_config`, `messages`, `quorum`, `ledger` of the hub, `follower` of a site) use no
-network, clock, file or tensor: they take messages, digests and the time, and return records,
-answers and decisions. The hub makes decisions (`coordinator`), makes them durable (`store`), and
-serves calls (`server`, `keys`). A site, launched by its `Federation`, is an engine loop (`site`)
-over a connection (`remote`, or in memory). gRPC and cryptography come with the ``federated`` extra.
-Without it, everything can be imported, but starting a hub or a connection raises an error that says
-what to install.
+The rules are in `run_config`, `messages`, `quorum`, `ledger` (for the hub) and `follower` (for a
+site). The rules use no network, clock, files or tensors. The inputs of the rules are messages,
+digests and times, and the outputs are records, answers and decisions. The hub makes decisions
+(`coordinator`), stores decisions durably (`store`), and serves calls (`server`, `keys`). A site
+starts from its `Federation` and runs an engine loop (`site`) over a connection (`remote`, or in
+memory). The ``federated`` extra installs gRPC and cryptography. Without this extra, all modules can
+be imported, but starting a hub or a connection raises an error with the install command.
 """

@@ -1,10 +1,10 @@
-"""A site's arithmetic: it encodes outer gradients, and computes new outer parameters from the
-contributions that a record counts.
+"""The arithmetic of a site, which encodes outer gradients and computes new outer parameters from
+the contributions counted in a record.
 
-It is the same as in groups that are launched together: the same compression, weights, mean and
-outer step, in the record's order. So a federation in which no site is ever late is bit-identical to
-such groups. In the last round, sites send float32, and the record takes the plain mean, like the
-final exchange of fixed groups; see [Note: the last round].
+Sites use the same compression, weights, mean and outer step as groups that are launched together,
+in the order of the record. If no site is ever late, a federation is bit-identical to such groups.
+In the last round, sites send float32 values and the record takes their plain mean, as in the final
+exchange of fixed groups. See [Note: the last round].
 """
 
 import ctypes
@@ -83,11 +83,11 @@ class Stepped(NamedTuple):
     Attributes:
         before: The digest of the outer parameters before the record.
         after: The digest of the outer parameters after the record.
-        outer: The new outer parameters, gathered over the ranks.
-        moved: The change that the record made to them, gathered.
-        arrival: The arrival that lands, if this site has a flight in that round.
-        direction: The direction of this site's contribution relative to the others; None without a
-            contribution.
+        outer: The new outer parameters, gathered from all ranks.
+        moved: The change in the outer parameters, gathered from all ranks.
+        arrival: The arrival to land if this site has a flight in the record's round.
+        direction: The direction of this site's contribution relative to all other contributions, or
+            None if this site did not contribute.
     """
 
     before: int
@@ -99,8 +99,8 @@ class Stepped(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A payload that a rank fetches: its source in the record, and the sending rank
-    at that source.
+    """A payload for a rank to fetch, with its source in the record and the sending rank at that
+    source.
     """
 
     source: int
@@ -109,7 +109,7 @@ class Fetch(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The payloads of a site or the hub, by rank and on the host, and how to decode them."""
+    """The payloads of a site or the hub, by rank, with their decoder."""
 
     ranks: int
     is_exact: bool
@@ -123,12 +123,12 @@ class _Average:
 
     Attributes:
         values: The outer parameters to update.
-        mean: The mean; the outer step overwrites it.
-        norm: The norm of the mean, over all ranks.
-        controls: The control vectors of the contributions, in the record's order.
-        count: Which contributions count, and with which factors.
+        mean: The mean, which the outer step overwrites.
+        norm: The norm of the mean over all ranks.
+        controls: The control vectors of the contributions, in the order of the record.
+        count: The contributions that count, with their factors.
         sources: The payloads that were averaged.
-        span: The time that averaging took.
+        span: The time spent averaging.
     """
 
     values: Tensor
@@ -144,7 +144,7 @@ class _Average:
         return [control.weight for control in self.controls]
 
     def share(self, index: int) -> float:
-        """Returns the factor of an outer gradient in the mean."""
+        """Returns the weight of an outer gradient in the mean."""
         return self.count.factors.get(index, 0.0) / len(self.count.factors)
 
     def landing_of(self, record: Record, outer: OuterState, outer_step_span: Span) -> Landing:
@@ -155,8 +155,8 @@ class _Average:
 
 
 class SiteArithmetic:
-    """Encodes outer gradients of a site and applies records. Everything here runs in the background
-    and leaves the state of fragments unchanged.
+    """Encodes the outer gradients of a site and applies records. All methods run in the background
+    and leave the state of fragments unchanged.
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
@@ -180,8 +180,8 @@ class SiteArithmetic:
     # Line 7: the outer gradient becomes payloads
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
-        """Encodes the outer gradient of a launch. An exact payload has no error and does not change
-        the memory of earlier errors.
+        """Encodes the outer gradient of a launch. An exact payload has no rounding error and leaves
+        the error memory unchanged.
         """
         fragment = self._fragments[launch.fragment]
         memory = fragment.load(fragment.memory)
@@ -202,8 +202,8 @@ class SiteArithmetic:
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
     def _described(self, launch: Launch, begun: Contribution, payload: Payload) -> Contribution:
-        """Completes a contribution with all ranks' payloads and the values that the hub and the
-        sites use to judge it. In-group collective.
+        """Completes a contribution with the payloads of all ranks and the values that the hub and
+        the sites check. In-group collective.
         """
         norm = norm_squared(launch.gradient)
         # A non-finite norm is not decisive, because it may overflow even if every value is finite.
@@ -235,8 +235,8 @@ class SiteArithmetic:
         launch: Launch | None,
         encoded: Encoded | None,
     ) -> Stepped:
-        """Applies a record to an outer state; ``launch`` is this site's launch in that round, and
-        ``encoded`` its payload.
+        """Applies a record to an outer state. Pass this site's launch in the record's round as
+        ``launch`` and its payload as ``encoded``.
         """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
@@ -283,8 +283,8 @@ class SiteArithmetic:
         launch: Launch | None,
         encoded: Encoded | None,
     ) -> Direction | None:
-        """Returns the direction of this site's contribution relative to the others that count.
-        In-group collective.
+        """Returns the direction of this site's contribution relative to all other counted
+        contributions. In-group collective.
         """
         if launch is None or encoded is None or record.final:
             return None
@@ -299,7 +299,7 @@ class SiteArithmetic:
         return direction_in_mean(part_squared, product, mean_squared, norms.pop(index), norms)
 
     def _decoded(self, launch: Launch, encoded: Encoded, like: Tensor) -> Tensor:
-        """Decodes this rank's payload, as the other sites do."""
+        """Decodes this rank's payload in the same way as all other sites."""
         all_reduce = self._exact_all_reduce
         if not encoded.sent.exact:
             all_reduce = self._rounding(launch.fragment, encoded.sent.round, launch.choice)
@@ -328,8 +328,9 @@ class SiteArithmetic:
         return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Source]:
-        """Returns the payloads that this rank needs: only the same rank's from a site with the same
-        number of ranks, and all payloads from any other site. In-group collective.
+        """Collects the payloads that this rank needs. From a site with the same number of ranks,
+        only the payload of the same rank is needed. From any other site, all payloads are needed.
+        In-group collective.
         """
         sources = self._sources(record)
         for source, place, payload in fetched_by(self._rank, self._ranks, record):
@@ -344,7 +345,7 @@ class SiteArithmetic:
         return sources
 
     def _sources(self, record: Record) -> list[_Source]:
-        """Returns a record's sources, with payloads still missing."""
+        """Returns the sources of a record, without payloads."""
         are_exact = [contribution.exact for contribution in record.counted]
         if record.mean:
             # The hub's mean replaces all contributions.
@@ -357,7 +358,7 @@ class SiteArithmetic:
         return sources
 
     def _pass_on(self, sources: Sequence[_Source], fetches: Sequence[Sequence[Fetch]]) -> None:
-        """Gives all ranks the payloads that each rank has fetched. In-group collective."""
+        """Distributes the fetched payloads to all ranks. In-group collective."""
         flat = torch.zeros(max(map(_nbytes, fetches)), dtype=torch.uint8)
         fetched = [sources[source].payloads[place] for source, place, _ in fetches[self._rank]]
         if fetched:
@@ -385,7 +386,7 @@ class SiteArithmetic:
     def _mean_of_unlike(
         self, layout: FragmentLayout, sources: Sequence[_Source], count: Count, like: Tensor
     ) -> Tensor:
-        """Returns the mean of sites with different numbers of ranks, or different codes."""
+        """Averages contributions from sites with different codes or numbers of ranks."""
         codes = [source.all_reduce.compression for source in sources]
         decoded = [
             self._stretch(layout, source, code.decode, like)
@@ -406,7 +407,7 @@ class SiteArithmetic:
         read: Callable[[Tensor, Tensor], None],
         like: Tensor,
     ) -> Tensor:
-        """Returns the values that ``read`` finds for this rank's shard in shards of different
+        """Returns the values of this rank's shard, which ``read`` extracts from shards of different
         sizes.
         """
         stretch = torch.zeros_like(like)
@@ -432,7 +433,7 @@ class SiteArithmetic:
         sources: Sequence[_Source],
         encoded: Encoded | None,
     ) -> Arrived:
-        """Returns a fragment's new untrained state, from the bytes that counted sites sent.
+        """Computes the new untrained state of a fragment from the bytes sent by the counted sites.
         In-group collective.
         """
         state = fragment.untrained
@@ -465,8 +466,8 @@ class SiteArithmetic:
         sent: Mapping[int, dict[str, Tensor]],
         encoded: Encoded | None,
     ) -> Arrived:
-        """Agrees on the tensors that travel at rank 0, which has the sent bytes. In-group
-        collective.
+        """Computes the agreed values of the travelling tensors on rank 0 and broadcasts them.
+        In-group collective.
         """
         state = fragment.untrained
         nbytes = arrived_bytes(state, travelling)
@@ -480,8 +481,8 @@ class SiteArithmetic:
     def _sent(
         self, fragment: FragmentState, record: Record, sources: Sequence[_Source]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the untrained state that counted sites, or the hub, sent, as bytes by tensor and
-        sender.
+        """Returns the bytes of the untrained state that the counted sites or the hub sent, by
+        tensor and sender.
         """
         travels = len(fragment.untrained.outer)
         sent = dict[int, dict[str, Tensor]]()
@@ -500,8 +501,8 @@ class SiteArithmetic:
         return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
-        """Returns the tensor that the first site keeps, given the bytes of all sites at rank 0.
-        In-group collective.
+        """Returns the tensor of the first site, given the bytes of all sites on rank 0. In-group
+        collective.
         """
         if self._rank == 0:
             tensors = {
@@ -513,14 +514,16 @@ class SiteArithmetic:
         return from_bytes(flat, like=like)
 
     def _changed_by(self, fragment: FragmentState, source: _Source) -> dict[int, bytes]:
-        """Returns the bytes of the tensors that a site, or the hub, marks as changed."""
+        """Returns the bytes of the tensors that a site or the hub marks as changed."""
         start = source.all_reduce.payload_bytes(fragment.layout.shard_lengths(source.ranks)[0])
         sizes = sizes_of(fragment.untrained).sent(source.is_exact)
         return unpacked(to_bytes(source.payloads[0][start:]), sizes)
 
 
 def weighing_of(settings: Settings) -> Weighing:
-    """Returns the weighing of contributions that passed the hub's guard; it has no state."""
+    """Returns the weighing for contributions that passed the hub's guard. The weighing has no
+    state.
+    """
     return settings.weighing or Aggregation(settings.outer.clip_norm)
 
 
@@ -532,8 +535,9 @@ def landed_rows(
     rule: LandingRule,
     ranks: Communicator,
 ) -> list[Tensor]:
-    """Returns the values that a landing rule requests from a launch and from the outer parameters
-    ``after`` it, given ``gathered``. In-group collective.
+    """Gathers the values that a landing rule requests. The values come from the launch or are the
+    outer parameters ``after`` the record, which are already available as ``gathered``. In-group
+    collective.
     """
     rows = []
     for row in rule.gathered(launch.gradient, launch.outer, after):
@@ -555,7 +559,7 @@ def _control_of(contribution: Contribution) -> Control:
 
 
 def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
-    """Returns a fragment's state after a landing."""
+    """Builds the state of a fragment after a landing."""
     memory = None
     tuning = None
     if encoded is not None:
@@ -571,13 +575,13 @@ def _nbytes(fetches: Sequence[Fetch]) -> int:
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
-    """Returns the sizes of the untrained state of a fragment."""
+    """Returns the tensor sizes of a fragment's untrained state."""
     untrained = tuple(state.nbytes(index) for index in range(len(state.outer)))
     return Sizes(numel=0, untrained=untrained, own=tuple(state.own.nbytes()))
 
 
 def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> bytes:
-    """Returns the part of a launch's payload that holds the untrained state."""
+    """Packs the untrained state for the payload of a launch."""
     changed = {
         index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling
     }
@@ -585,7 +589,7 @@ def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> byt
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[Fetch]:
-    """Returns the payloads of a record that a rank fetches."""
+    """Lists the payloads of a record that a rank must fetch."""
     fetches = []
     for source, payloads in enumerate(record.sources):
         for place in places_of(rank, ranks, len(payloads)):
@@ -594,8 +598,8 @@ def fetched_by(rank: int, ranks: int, record: Record) -> list[Fetch]:
 
 
 def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
-    """Returns the digests of fragments from each rank's shards and where they start. In-group
-    collective.
+    """Returns the digest of each fragment, given this rank's shards and their start positions.
+    In-group collective.
     """
     of_this_rank = [digest(shard, start) for shard, start in zip(values, starts, strict=True)]
     by_rank = ranks.all_gather_object(of_this_rank)
@@ -618,9 +622,7 @@ def _tested_values(seed: int) -> Tensor:
 
 
 def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
-    """Returns a digest of this site's arithmetic on known values: compression, weights, mean and
-    outer step.
-    """
+    """Returns a digest of this site's compression, weights, mean and outer step on known values."""
     outer = _tested_values(0).to(device)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
     payloads = []

@@ -1,5 +1,5 @@
-"""A site's connections to its hub: over gRPC, where calls fail quickly if the hub is gone and
-reconnect when it is back, and in memory.
+"""The connections of a site to its hub, over gRPC or in memory. gRPC calls fail quickly while the
+hub is away and succeed again after it returns.
 """
 
 import itertools
@@ -56,7 +56,7 @@ _PAUSE = 0.2  # seconds before a blob is retried, doubled each time nothing move
 _STUCK = 4
 # The seconds that a call may take if it must first connect.
 _CONNECTING = LONGEST_CONNECTING_MS / 1000 + 8.0
-LIMIT_OF_DISTANCE = "is the round trip to the hub longer than 6 s? that is the limit"
+LIMIT_OF_DISTANCE = "is the round trip to the hub longer than the limit of 6 s?"
 _THREADS = 128
 
 # The bandwidth to a hub is measured with pings: this many concurrent pings on a connection, of this
@@ -75,11 +75,14 @@ _Parts = list[list[int]]
 
 
 AnyLink = Any
-"""A `VirtualLink` of `federation.memory`, which imports this module, or None."""
+"""A `VirtualLink` of `federation.memory`, or None. That module imports this one, so the type is not
+named here."""
 
 
 class EventListener(Protocol):
-    """A connection that receives a site's events and provides its messages to the hub."""
+    """A connection that receives the events for a site and supplies the site's messages to the
+    hub.
+    """
 
     hello_header: Header
     heartbeat_header: Header
@@ -100,10 +103,10 @@ class HubInMemory(Protocol):
 
 
 class _Attempt:
-    """One attempt to transfer a blob in parts, with several threads.
+    """A single attempt to transfer a blob in parts, using several threads.
 
     Attributes:
-        timeout: The seconds that the attempt may take.
+        timeout: The time limit of the attempt in seconds.
         calls: The calls of the attempt, which are cancelled when it ends.
         progress: A counter that grows whenever bytes are transferred.
     """
@@ -117,26 +120,28 @@ class _Attempt:
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
     if "://" in hub or hub.startswith("/"):
         raise ValueError(
-            f"hub={hub!r} is a folder or bucket, but sites meet at a hub: start one on a machine"
-            " that all of them reach (sdiloco hub), and give its ADDRESS:PORT. The hub can keep"
-            " payloads in a folder or bucket (--store)."
+            f"hub={hub!r} is a folder or bucket, but sites connect to a hub. Start a hub on a"
+            " machine that all sites can reach (sdiloco hub), and set hub to its ADDRESS:PORT. The"
+            " hub can store payloads in a folder or bucket (--store)."
         )
     addresses = []
     for text in map(str.strip, hub.split(",")):
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
-                f"hub={text!r} is not an address: give one with a port, such as a.example:29400."
+                f"hub={text!r} is not an address. Set hub to HOST:PORT, such as a.example:29400."
             )
         if not 0 < int(port) < 1 << 16:
-            raise ValueError(f"hub={text!r} has port {port}: a port is a number from 1 to 65535.")
+            raise ValueError(
+                f"hub={text!r} has port {port}, but a port must be a number from 1 to 65535."
+            )
         addresses.append((host.strip("[]"), int(port)))
     return addresses
 
 
 class HubClient:
-    """Connects to a hub, with one connection for calls and events and several for parts of
-    blobs.
+    """A gRPC client for a hub, with one connection for calls and events and several connections for
+    parts of blobs.
     """
 
     def __init__(
@@ -162,7 +167,8 @@ class HubClient:
             self.identity = bundle.identity._replace(run=run)
         else:
             warnings.warn(
-                f"Anyone in between can read and change the traffic to hub {hub} (insecure=True).",
+                f"The connection to hub {hub} is not encrypted (insecure=True), so anyone on the"
+                " network path can read and change the traffic.",
                 stacklevel=2,
             )
         self.incarnation = incarnation or secrets.token_hex(8)
@@ -188,7 +194,7 @@ class HubClient:
         return self._from_any(lambda: self._unpacked(self._answer(message)))
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
-        """Sends a blob to the hub, with its kind; returns the hub's answer."""
+        """Sends a blob and its kind to the hub and returns the hub's answer."""
         view = memoryview(blob).cast("B")
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: self._sent(header, view))
@@ -222,14 +228,11 @@ class HubClient:
             blobs[payload.key] = stream[position:end]
             position = end
             if key_of(blobs[payload.key]) != payload.key:
-                raise Altered(
-                    f"the bytes that the hub sent do not match digest {payload.key}:"
-                    " they have been altered."
-                )
+                raise Altered(f"the hub sent altered bytes that do not match digest {payload.key}.")
         return blobs
 
     def _joined(self, message: bytes, size: int) -> bytearray:
-        """Returns a stream of blobs with ``size`` bytes in total."""
+        """Fetches a stream of blobs with ``size`` bytes in total."""
         self.require()
         channel = random.choice(self._channels[1:])
         stream = bytearray()
@@ -242,14 +245,14 @@ class HubClient:
         except Exception as error:
             raise self._error(error) from error
         if len(stream) < size:
-            raise HubUnreachable(f"hub {self._hub} ended a stream too early.")
+            raise HubUnreachable(f"hub {self._hub} ended a stream prematurely.")
         return stream
 
     def events(
         self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict
     ) -> Iterator[Event]:
-        """Yields the hub's events until the client is closed, and "lost" whenever a connection
-        fails.
+        """Yields the hub's events until the client is closed. A "lost" event is inserted whenever a
+        connection fails.
         """
         failures = 0
         self._listening = True
@@ -270,8 +273,8 @@ class HubClient:
                     kind = type(error).__name__
                 if self._closed.is_set():
                     return
-                # Calls that wait for the hub end at once, and connections are made again. A hub
-                # that merely lacks something is still reachable.
+                # Calls that wait for the hub fail immediately, and new connections are made. A hub
+                # that reports a missing blob is still reachable.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
@@ -280,13 +283,11 @@ class HubClient:
                 failures = min(failures + 1, 10)
         finally:
             self._listening = False
-            # Otherwise, nothing would notice that the hub is back.
+            # Otherwise, calls would keep failing after the hub returns.
             self.away = None
 
     def round_trip(self) -> float:
-        """Returns the seconds that a small call takes: the median of several calls, measured
-        here.
-        """
+        """Measures the duration of a small call as the median of several calls, in seconds."""
         message = pack(self._header() | {"call": "ping"})
         seconds = []
         self._answer(message, seconds=_CONNECTING)
@@ -297,7 +298,9 @@ class HubClient:
         return statistics.median(seconds)
 
     def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
-        """Returns the bits per second in one direction, summed over all blob connections."""
+        """Measures the total bandwidth of all blob connections in one direction, in bits per
+        second.
+        """
         message = self._ping(0, 0)
         connecting = [
             partial(self._answer, message, channel, _CONNECTING) for channel in self._channels[1:]
@@ -311,8 +314,8 @@ class HubClient:
         return self._burst(up, at_once, size, most, time.perf_counter() + seconds)
 
     def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
-        """Pings over all connections, with several concurrent pings on each, until a time or a
-        number of bytes is reached; returns the bits per second.
+        """Sends concurrent pings over all connections until a time or a number of bytes is reached.
+        Returns the rate in bits per second.
         """
         message = self._ping(size if up else 0, 0 if up else size)
         moments = list[float]()
@@ -342,8 +345,8 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: EventListener) -> None:
-        """Passes the hub's events and errors to a connection, and the connection's hello and
-        heartbeats to the hub, in a thread.
+        """Starts a thread that passes the hub's events and errors to a connection and the
+        connection's hello and heartbeats to the hub.
         """
 
         def run() -> None:
@@ -361,7 +364,9 @@ class HubClient:
         self._listener.start()
 
     def turn(self) -> None:
-        """Does nothing: the hub has its own clock, and the listening thread sends heartbeats."""
+        """Does nothing, because the hub has its own clock and the listening thread sends
+        heartbeats.
+        """
 
     def wait(
         self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float
@@ -373,7 +378,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before the next attempt, or until an event is set; returns whether to try again."""
+        """Waits before the next attempt or until an event is set. Returns whether to try again."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -416,7 +421,8 @@ class HubClient:
     ) -> Iterator[bytes]:
         yield pack(header | {"start": start})
         for position in range(start, len(blob), CHUNK):
-            # gRPC accepts the first piece even if nothing gets through.
+            # gRPC accepts the first piece even if no data gets through, so it does not count as
+            # progress.
             if position > start:
                 attempt.progress += 1
             yield bytes(blob[position : position + CHUNK])
@@ -432,7 +438,7 @@ class HubClient:
             announced_size = self._size_of(call)
             if announced_size != size:
                 raise Malformed(
-                    f"blob {key} has {size:,} bytes, but the hub says {announced_size:,}."
+                    f"blob {key} has {size:,} bytes, but the hub announced {announced_size:,}."
                 )
             for piece in call:
                 end = part[0] + len(piece)
@@ -442,16 +448,14 @@ class HubClient:
                 part[0] = end
                 attempt.progress += 1
             if part[0] < part[1]:
-                raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
+                raise HubUnreachable(f"hub {self._hub} ended a blob prematurely.")
 
         def remaining(parts: _Parts) -> _Parts | None:
             return [part for part in parts if part[0] < part[1]] or None
 
         self._move([[0, size]], size, fetch, remaining)
         if key_of(blob) != key:
-            raise Altered(
-                f"the bytes that the hub sent do not match digest {key}: they have been altered."
-            )
+            raise Altered(f"the hub sent altered bytes that do not match digest {key}.")
         return blob
 
     def _size_of(self, call: Extra) -> int:
@@ -464,8 +468,8 @@ class HubClient:
         move: Callable[[_Attempt, Channel, list[int]], None],
         remaining: Callable[[_Parts], _Parts | None],
     ) -> None:
-        """Transfers a blob's parts over all connections, and retries missing parts if all errors
-        are network errors.
+        """Transfers the parts of a blob over all connections. If all errors are network errors,
+        missing parts are retried.
         """
         deadline = time.monotonic() + PATIENCE + size / LEAST_RATE
         has_moved = False
@@ -474,7 +478,7 @@ class HubClient:
             self.require()
             attempt = _Attempt(deadline - time.monotonic())
             if attempt.timeout <= 0:
-                raise HubUnreachable("the blob did not reach or leave the hub in time.")
+                raise HubUnreachable("the blob was not transferred to or from the hub in time.")
             parts = self._cut(missing)
             errors = self._move_parts(attempt, parts, move)
             missing = remaining(parts)
@@ -483,7 +487,7 @@ class HubClient:
             for error in errors:
                 if not isinstance(error, HubUnreachable):
                     raise error
-            # After a working connection breaks, the next one is made within seconds, or the hub is
+            # After a working connection breaks, a new one is made within seconds unless the hub is
             # gone.
             has_moved = has_moved or attempt.progress > 0
             stuck = 0 if attempt.progress else stuck + 1
@@ -493,8 +497,8 @@ class HubClient:
                 self._closed.wait(backoff(stuck, _PAUSE))
 
     def _cut(self, missing: _Parts) -> _Parts:
-        """Divides a blob's missing bytes equally among the connections. If nothing is missing, one
-        part is empty.
+        """Divides the missing bytes of a blob equally among the connections. If nothing is missing,
+        returns a single empty part.
         """
         total = sum(end - start for start, end in missing)
         size = max(CHUNK, -(-total // (len(self._channels) - 1)))
@@ -521,7 +525,7 @@ class HubClient:
     def _at_once(
         self, tasks: Sequence[Callable[[], object]], progress: Callable[[], int]
     ) -> list[Failure]:
-        """Runs tasks that wait for calls concurrently; returns the failures."""
+        """Runs tasks that wait for calls concurrently and returns their failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[object]] = set(futures)
         before = progress()
@@ -529,7 +533,7 @@ class HubClient:
             done, waiting = wait(waiting, timeout=PATIENCE, return_when="FIRST_COMPLETED")
             now = progress()
             if not done and now == before:
-                return [HubUnreachable(f"hub {self._hub}: no progress within {PATIENCE:g} s.")]
+                return [HubUnreachable(f"hub {self._hub} made no progress within {PATIENCE:g} s.")]
             before = now
         errors = [future.exception() for future in futures]
         return [self._error(error) for error in errors if error is not None]
@@ -550,7 +554,9 @@ class HubClient:
         return header
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Tries each address until one answers. While `events` runs, the hub's address is known."""
+        """Tries each address until one answers. While `events` is running, only the known address
+        is used.
+        """
         for _ in self._hubs[1:]:
             try:
                 return ask()
@@ -571,16 +577,19 @@ class HubClient:
             raise self._error(error) from error
 
     def _unpacked(self, message: bytes) -> tuple[Header, bytes]:
-        """Returns an answer's header and body. The answer must not be from an earlier hub."""
+        """Returns the header and body of an answer. Raises HubUnreachable if an earlier hub sent
+        the answer.
+        """
         header, body = unpack(message)
         epoch = header.pop("epoch", 0)
         # Hubs of earlier versions have no epoch.
         if isinstance(epoch, int) and epoch:
             if epoch < self._epoch:
                 raise HubUnreachable(
-                    f"hub {self._hub} has epoch {epoch}, but this site has followed a later hub of"
-                    f" this run, of epoch {self._epoch}. Stop the earlier one. If you refounded the"
-                    " run, the clock of its machine is behind: set it, and restart the hub."
+                    f"hub {self._hub} has epoch {epoch}, but this site has already followed a later"
+                    f" hub of this run with epoch {self._epoch}. Stop the earlier hub. If you"
+                    " refounded the run, the clock of the hub's machine is behind. Correct the"
+                    " clock and restart the hub."
                 )
             self._epoch = epoch
         return header, body
@@ -634,7 +643,7 @@ class HubClient:
         if self.away is not None:
             return HubUnreachable(self.away)
         if any(word in details for word in ("andshake", "erification", "SSL")):
-            details += " (do both ends use TLS, and keys of the same authority and run?)"
+            details += " (do both sides use TLS and keys of the same authority and run?)"
         if "SETTINGS" in details:
             details += f" ({LIMIT_OF_DISTANCE})"
         return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
@@ -642,7 +651,9 @@ class HubClient:
     def _connection(
         self, hello: Header, heartbeat: Callable[[], Header], patience: float
     ) -> Iterator[Event]:
-        """Yields the events of one connection, and its heartbeats, until it fails or ends."""
+        """Yields the events and heartbeats of a single connection until the connection fails or
+        ends.
+        """
         over = threading.Event()
         lock = threading.Lock()
         patience = min(self._timeout, patience)
@@ -696,9 +707,7 @@ def _raise_first(errors: Sequence[Failure]) -> None:
 
 
 class _Way:
-    """One direction of a link, on which messages arrive in order; without a link, they arrive
-    immediately.
-    """
+    """One direction of a link. Messages arrive in order, or immediately if there is no link."""
 
     def __init__(self, link: AnyLink, delay: float = 0.0) -> None:
         self._link = link
@@ -706,8 +715,8 @@ class _Way:
         self._free_at = 0.0
 
     def carry(self, nbytes: int, arrive: Callable[[], Answer]) -> Answer | None:
-        """Calls ``arrive`` once this many bytes have arrived; returns its result if they arrive
-        immediately.
+        """Calls ``arrive`` when the given number of bytes has arrived. Returns the result only if
+        the bytes arrive immediately.
         """
         if self._link is None:
             return arrive()
@@ -736,8 +745,8 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's connection to a hub in this process. Nothing is lost, and messages are delayed only
-    by a link.
+    """A site's connection to a hub in the same process. No messages are lost, and only a link
+    delays them.
     """
 
     def __init__(
@@ -763,7 +772,7 @@ class InProcessClient:
     ) -> tuple[Header, bytes]:
         def arrives() -> tuple[Header, bytes]:
             if not self.is_connected:
-                raise HubUnreachable("the connection is lost")
+                raise HubUnreachable("the connection has been lost")
             answer = self._hub.coordinator.call(self._peer, name, about or {}, body)
             self._hub.coordinator.tick()
             return answer
@@ -773,7 +782,7 @@ class InProcessClient:
                 self._connect()
             return {}, b""
         if name in ("contribute", "give"):
-            # These calls name payloads and states, so they arrive after them.
+            # These calls name payloads and states, so they must arrive after those blobs.
             return self._up.carry(0, arrives) or ({}, b"")
         return arrives()
 
@@ -799,7 +808,7 @@ class InProcessClient:
         return _Inline()
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Does not wait, because unsent messages are sent after the next hello."""
+        """Returns at once, because unsent messages are sent after the next hello."""
         return False
 
     def listen(self, connection: EventListener) -> None:
@@ -822,11 +831,11 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: AnyLink, interval: float) -> None:
-        """Sends heartbeats at intervals, like the network threads of a site that trains."""
+        """Sends heartbeats at regular intervals, like the network threads of a training site."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
-            # A refused site learns of the refusal at its next step.
+            # A refused site receives the refusal at its next step.
             with suppress(HubError, Refused):
                 self._hub.coordinator.heartbeat(self._peer, self._connection.heartbeat_header)
         self._hub.coordinator.tick()
@@ -846,7 +855,7 @@ class InProcessClient:
         self._down.carry(nbytes, partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Sends a heartbeat, and lets the hub do work that is due."""
+        """Sends a heartbeat and lets the hub do any work that is due."""
         if not self.is_connected:
             return
         try:
@@ -898,7 +907,7 @@ def _checked_parts(missing: object, size: int) -> _Parts:
     for start, end in parts:
         if not before <= start < end <= size:
             raise Malformed(
-                f"bytes {start:,} to {end:,} are outside a blob of {size:,}, or out of order."
+                f"bytes {start:,} to {end:,} are out of order or outside a blob of {size:,} bytes."
             )
         before = end
     return [list(part) for part in parts]

@@ -1,14 +1,15 @@
-"""The codec for everything that sites and the hub write: a message is a frozen dataclass, and its
-text is read strictly.
+"""The codec for all text that sites and the hub write. Messages are frozen dataclasses, and their
+text is parsed strictly.
 
-[Note: read strictly] Text from the network or a disk is checked before it is used: first its size,
-then every field according to its type hint and the second part of an `Annotated`. ``int`` accepts
-whole numbers from 0 that fit into 64 bits, or those in a `range`. ``float`` accepts finite numbers
-of at least 0. ``str`` accepts up to 4,096 characters, another number of them, or only matches of a
-pattern. ``tuple[X, ...]`` accepts as many items as a number or a `range` allows. A named tuple is a
-list of its fields; a dataclass is an object of its fields and checks itself in ``__post_init__``. A
-field that is unknown, missing or duplicated is refused by name. Bytes are not valid JSON; only
-messages between the ranks of one site contain them.
+[Note: read strictly] Text from the network or a disk is validated before use. The size is checked
+first. Every field is then checked against its type hint, including the metadata of an `Annotated`
+hint. ``int`` accepts non-negative whole numbers that fit into 64 bits, or the numbers in a `range`.
+``float`` accepts finite numbers of at least 0. ``str`` accepts up to 4,096 characters, up to a
+given number of characters, or only matches of a pattern. ``tuple[X, ...]`` accepts up to a given
+number of items, or a number of items in a `range`. A named tuple is written as a list of its
+fields, and a dataclass as an object of its fields. Dataclasses run further checks in
+``__post_init__``. The error for an unknown, missing or duplicate field names that field. Bytes are
+not valid JSON, so only messages between the ranks of one site contain them.
 """
 
 import hashlib
@@ -53,8 +54,8 @@ Index = Annotated[int, range(MOST_FRAGMENTS)]
 Positive = Annotated[int, range(1, 2**63)]
 
 RoundNumber = NewType("RoundNumber", int)
-"""The number of a round of a fragment, from 1; 0 is before the first round. It is never a fragment
-or a step."""
+"""The number of a fragment's round. Rounds start at 1, and 0 is the state before the first round.
+Do not confuse a round number with a fragment index or a step."""
 
 Round = Annotated[RoundNumber, range(1, 2**63)]
 Digest = Annotated[int, range(-(2**63), 2**63)]
@@ -66,16 +67,16 @@ Json = Any
 """A JSON value of any form."""
 
 Hint: TypeAlias = Any
-"""A type hint; `typing` has no type for these."""
+"""A type hint. The `typing` module provides no type for type hints."""
 
 
 class Message:
-    """The base class of all dataclasses that have their own text form.
+    """The base class of all dataclasses that are written as text.
 
     Attributes:
-        most_bytes: The size of the largest text. A message names payloads but does not contain
+        most_bytes: The maximum size of the text. Messages refer to payloads but do not contain
             them.
-        sealed: True if the text contains its own key, so that every changed bit is noticed.
+        sealed: True if the text contains its own key, which reveals any changed bit.
     """
 
     most_bytes: ClassVar[int] = 128 << 10
@@ -83,7 +84,7 @@ class Message:
 
     @cached_property
     def seal(self) -> str:
-        """The key that the text of a sealed message contains."""
+        """The key contained in the text of a sealed message."""
         return key_of(encoded(plain(self)))
 
     def to_bytes(self) -> bytes:
@@ -100,14 +101,14 @@ class Message:
         message: AnyMessage = read(cls, value, cls.__name__.lower())
         if cls.sealed and message.to_bytes() != text:
             raise Malformed(
-                "the text does not match its key: it was damaged on the way or on a disk"
+                "the text does not match its key because it was damaged in transit or on a disk"
             )
         return message
 
 
 def absent_if_empty(default: Default) -> Default:
-    """A field that is omitted from the text if it is empty, because it is newer than some
-    ledgers.
+    """Declares a field that is omitted from the text if empty, because older ledgers lack the
+    field.
     """
     return field(default=default, metadata={"absent_if_empty": True})
 
@@ -120,7 +121,7 @@ def key_of(blob: Bytes) -> str:
 
 
 def encoded(value: object) -> bytes:
-    """Returns the canonical text of a JSON value: equal values have equal bytes."""
+    """Returns the canonical text of a JSON value. Equal values have identical bytes."""
     return _ENCODER.encode(value).encode()
 
 
@@ -149,7 +150,7 @@ def plain(value: object) -> Json:
 
 @cache
 def _hints(kind: Hint) -> dict[str, Hint]:
-    """Returns the type hints of a dataclass or named tuple, by argument."""
+    """Returns the type hint of each argument of a dataclass or named tuple."""
     hints = get_type_hints(kind, include_extras=True)
     if not is_dataclass(kind):
         return hints
@@ -171,7 +172,7 @@ _Reader = Callable[[object, str], Json]
 
 def decoded(text: bytes, most: int) -> Json:
     if len(text) > most:
-        raise Malformed(f"{len(text):,} bytes are more than the {most:,} that are read")
+        raise Malformed(f"the text has {len(text):,} bytes, but the limit is {most:,}")
     try:
         return json.loads(text, object_pairs_hook=_without_twins, parse_constant=_no_number)
     except Malformed:
@@ -184,7 +185,7 @@ def _without_twins(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
     values: dict[str, Json] = {}
     for key, value in pairs:
         if key in values:
-            raise Malformed(f"{key[:64]!r} is given twice")
+            raise Malformed(f"{key[:64]!r} occurs twice")
         values[key] = value
     return values
 
@@ -194,14 +195,14 @@ def _no_number(constant: str) -> NoReturn:
 
 
 def read(hint: Hint, value: object, name: str) -> Any:
-    """Returns a JSON value as the type that a hint names; see [Note: read strictly]."""
+    """Converts a JSON value to the type given by a hint, as described in [Note: read strictly]."""
     return _reader(hint)(value, name)
 
 
 @cache
 def _reader(hint: Hint) -> _Reader:
-    """Returns the function that reads values of a type hint; it is cached, as a text has many
-    values of few types.
+    """Returns the function that reads values of a type hint. Functions are cached, because a text
+    has many values of few types.
     """
     limit = None
     form: Hint = get_origin(hint)

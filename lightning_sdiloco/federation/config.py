@@ -1,4 +1,4 @@
-"""A user's settings for a federation: its hub, its founding terms, and how a site joins."""
+"""User settings for a federation, including the hub, the founding terms, and how a site joins."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -42,51 +42,55 @@ _CHANNELS = 8  # connections of a site for payloads, shared by its ranks
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation in which this site trains. Its sites are hosts or separately launched jobs
-    that meet at a hub.
+    """Settings for training as a site of a federation. Sites are hosts or separately launched jobs
+    that connect to a common hub.
 
     Args:
         run: The name of the run.
-        hub: The address and port of the hub, or several, as in "a:29400,b:29400", if it may be
-            restarted elsewhere. None: the hub starts itself on the launcher's first host.
-        site: The name of this site. None, if the hub starts itself: the name of this host.
-        keys: The site's bundle of keys, or the folder made by ``sdiloco keys init``. None, if the
-            hub starts itself: keys in the hub's folder, which all hosts must be able to
-            read.
-        insecure: Whether to connect without TLS and ``keys``, to a hub that also runs without TLS.
-        lease: The seconds that a round waits for a site whose heartbeats have stopped.
-        grace: The seconds that a round remains open after its first contribution. Training waits
-            for a landing for at most one second less. ``"auto"``: ten seconds, and training never
-            waits.
-        quorum: The minimum number of sites in a round, which waits for the others until the grace
-            is over. Alternatively, a `Quorum`, such as `DynamicBackup`, that decides which sites to
-            wait for.
-        late: The treatment of contributions that arrive after their round has closed. ``"drop"``:
-            the contribution never counts, and local and outer parameters are mixed as usual; if the
-            next one is also late, it is carried. ``"carry"``: it remains in the local parameters
-            and counts in a later round. Each site may choose differently.
-        patience: The seconds for which the site waits for the hub before training, or trains
-            without it, before it gives up.
-        rounds: The number of rounds of every fragment after which the run ends. None: it ends when
-            its sites do.
-        mean: Where contributions are averaged. ``"sites"``: at each site. ``"hub"``: at the hub,
-            which encodes the mean again and sends it to all sites, so that what a site fetches does
-            not grow with the number of sites.
-        sites: The number of hosts that found the run. If it is given together with a ``hub``, the
-            hub starts itself at that address. None: the number that the launcher provides.
-            With a ``hub``, None means that an operator has started it.
-        folder: The folder for the ledger, payloads and keys of a hub that starts itself.
-            None: ``hub-RUN``, next to the checkpoints of a Trainer, or in the current folder.
+        hub: The address and port of the hub. If the hub may be restarted elsewhere, give several
+            addresses, as in "a:29400,b:29400". If None, the hub starts automatically on the
+            launcher's first host.
+        site: The name of this site. If the hub starts automatically, None selects the name of this
+            host.
+        keys: The site's key bundle, or the folder created by ``sdiloco keys init``. If the hub
+            starts automatically, None selects the keys in the hub's folder, which all hosts must be
+            able to read.
+        insecure: Whether to connect without TLS and ``keys``. The hub must also run without TLS.
+        lease: The time in seconds that a round waits for a site whose heartbeats have stopped.
+        grace: The time in seconds that a round stays open after its first contribution. Training
+            waits for a landing at most one second longer. With ``"auto"``, a round stays open for
+            ten seconds and training never waits.
+        quorum: The minimum number of sites in a round. The round waits for further sites until the
+            grace period ends. Alternatively, pass a `Quorum`, such as `DynamicBackup`, that decides
+            which sites to wait for.
+        late: How to treat contributions that arrive after their round has closed. With ``"drop"``,
+            the contribution is never counted, and local and outer parameters are mixed as usual. If
+            the next contribution is also late, that contribution is carried. With ``"carry"``, the
+            contribution remains in the local parameters and counts in a later round. Sites may use
+            different values.
+        patience: The maximum time in seconds to wait for the hub before training, or to continue
+            training without the hub. If the time is exceeded, the site stops with an error.
+        rounds: The number of rounds per fragment after which the run ends. With None, the run ends
+            when its sites finish.
+        mean: Where contributions are averaged. With ``"sites"``, each site averages them. With
+            ``"hub"``, the hub averages them, encodes the mean again, and sends it to all sites. The
+            size of a site's downloads then does not grow with the number of sites.
+        sites: The number of hosts that start the run. If ``hub`` is also given, the hub starts
+            automatically at that address. Without ``hub``, None selects the number from the
+            launcher. With ``hub``, None means that an operator has started the hub.
+        folder: The folder for the ledger, payloads and keys of a hub that starts automatically. By
+            default, the folder is ``hub-RUN`` next to the Trainer's checkpoints, or in the current
+            folder if there is no Trainer.
 
     Raises:
-        ValueError: If an argument is out of range, a hub has no port, or the keys are missing or
-            belong to another site. The message names the argument.
+        ValueError: If an argument is out of range, if a hub address has no port, or if the keys are
+            missing or belong to another site. The message names the argument.
 
     Examples:
         >>> Federation(run="llm", hub="a.example:29400", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or ...
+        ValueError: site='site b' is not a valid name. A name starts with a letter or digit and ...
     """
 
     run: str
@@ -137,14 +141,15 @@ class Federation:
     def _require_address(self, hub: str) -> None:
         if not isinstance(hub, str):
             raise ValueError(
-                f"hub={hub!r} is of type {type(hub).__name__}, not a string: give one,"
+                f"hub={hub!r} is of type {type(hub).__name__}, not a string. Set hub to an address"
                 " such as 'a.example:29400'."
             )
         addresses = hub_addresses(hub)
         if self.starts_hub and len(addresses) > 1:
             raise ValueError(
-                f"hub={hub!r} names {len(addresses)} addresses, but a hub starts itself at one."
-                " Give one, or leave out sites and start the hub yourself (sdiloco hub)."
+                f"hub={hub!r} names {len(addresses)} addresses, but a hub that starts automatically"
+                " has only one. Give one address, or remove sites and start the hub yourself"
+                " (sdiloco hub)."
             )
 
     def _require_keys(self) -> None:
@@ -155,14 +160,14 @@ class Federation:
 
     @property
     def starts_hub(self) -> bool:
-        """Returns whether the hub starts itself, on the host of one of the sites."""
+        """Whether the hub starts automatically on the host of one of the sites."""
         return self.hub is None or self.sites is not None
 
     def _require_name(self, argument: str, name: str | None) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
-                f"{argument}={name!r} is not a name: it must have letters, digits, and '.', '_' or"
-                f" '-' between them. Choose a different {argument}."
+                f"{argument}={name!r} is not a valid name. A name starts with a letter or digit and"
+                f" contains only letters, digits, '.', '_' and '-'. Choose a different {argument}."
             )
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
@@ -172,18 +177,18 @@ class Federation:
             if name not in ("late", "mean"):
                 fault = fault_of(value, name in ("rounds", "sites"))
             raise ValueError(
-                f"{name}={value!r} is {fault}: it must be {rule}. Choose a different {name};"
-                f" {advice}."
+                f"{name}={value!r} is {fault}: it must be {rule}. Choose a different {name}"
+                f" ({advice})."
             )
 
     @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
-        """The quorum for the run config."""
+        """The quorum as stored in the run config."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def located(self) -> "Federation":
-        """Returns the federation; if the hub starts itself, with the hub's address, the
-        number of sites and this site's name from the launcher.
+        """Returns the federation. If the hub starts automatically, the result contains the hub
+        address, the number of sites and the name of this site from the launcher.
         """
         if not self.starts_hub:
             return self
@@ -191,7 +196,9 @@ class Federation:
         return replace(self, hub=place.hub, sites=place.sites, site=self.site or place.host)
 
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-        """Connects one of a site's ``ranks`` to the hub; all ranks have the same incarnation."""
+        """Connects one of a site's ``ranks`` to the hub. All ranks must pass the same
+        incarnation.
+        """
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
             str(self.hub),
@@ -205,13 +212,13 @@ class Federation:
         return HubConnection(client, rank, ranks, self.patience, self.lease)
 
     def check(self, settings: Settings) -> None:
-        """Refuses training settings that do not work with a federation."""
+        """Raises ValueError if a training setting does not work with a federation."""
 
         def refuse(name: str, is_refused: bool, why: str) -> None:
             if is_refused:
                 value = getattr(settings, name)
                 raise ValueError(
-                    f"{name}={value!r} does not work with a federation: {why}. Leave {name} out."
+                    f"{name}={value!r} does not work with a federation: {why}. Remove {name}."
                 )
 
         kind, backend = kind_and_backend(settings.exchange)
@@ -219,57 +226,58 @@ class Federation:
         refuse(
             "exchange",
             has_second_hop,
-            "in its second hop each site would wait for all others. Federation(mean='hub') also"
-            " bounds what a site fetches",
+            "in its second hop, each site would wait for all other sites. To limit the downloads"
+            " of a site, use Federation(mean='hub')",
         )
         refuse("exchange", backend == "nccl", "a site reaches its hub over gRPC")
         refuse(
             "schedule",
             settings.schedule is not None,
-            "a site launches when the hub calls it, and the hub knows only the lengths of rounds in"
-            " the run config, sync_every and dense_beginning",
+            "a site launches when the hub requests it, and the hub supports only the round lengths"
+            " in the run config, sync_every and dense_beginning",
         )
         refuse(
             "route",
             settings.route is not None,
-            "a site sends to the hub, and gets from it what all sites have sent",
+            "a site sends to the hub and receives the contributions of all sites from it",
         )
         refuse(
             "weighing",
             _has_memory(settings.weighing),
-            "a site that joins lacks what it remembers of earlier rounds",
+            "a joining site lacks the state from earlier rounds",
         )
         if self.mean == "hub":
             is_weighed = settings.weighing is not None
-            refuse("weighing", is_weighed, "with mean='hub' the hub weighs sites by their samples")
+            refuse("weighing", is_weighed, "with mean='hub', the hub weighs sites by their samples")
             if settings.outer.clip_norm is not None:
                 raise ValueError(
-                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which"
-                    " clips nothing. Leave one of them out."
+                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', because"
+                    " the hub does not clip. Remove one of them."
                 )
             if settings.codec.traits.hub_code is None:
                 raise ValueError(
-                    f"compression={settings.compression!r} does not work with mean='hub': a hub"
-                    " reads 'fp4' and 'fp32', with and without memory. Choose one of them, or leave"
-                    " mean out."
+                    f"compression={settings.compression!r} does not work with mean='hub', because a"
+                    " hub can decode only 'fp4' and 'fp32', with or without memory. Choose one of"
+                    " these or remove mean."
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins the run: presents this site's run config and starts to follow records. The engine
-        calls this.
+        """Sends this site's run config to join the run and starts following records. The engine
+        calls this method.
         """
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
-                f"worker_groups={topology.num_groups} does not work with a federation: a site is"
-                " one worker group. Leave it out, and start every other group as its own site."
+                f"worker_groups={topology.num_groups} does not work with a federation, because a"
+                " site is a single worker group. Remove worker_groups and start each of the other"
+                " groups as a separate site."
             )
         if self.mean == "hub" and any(map(_is_sharded, rounds.fragmented_model.fragments)):
             raise ValueError(
-                "mean='hub' does not work with a model that is sharded over the ranks. Leave it"
-                " out."
+                "mean='hub' does not work with a model that is sharded across ranks. Remove"
+                " mean='hub'."
             )
-        assert self.site is not None, "it was located"
+        assert self.site is not None, "`located` has set the site"
         ours = run_config_of(self, rounds)
         hub = self._prepared_hub(topology)
         connect = self.connect if hub is None else replace(self, keys=hub.keys_of_sites).connect
@@ -278,7 +286,8 @@ class Federation:
             run_config, terms = connection.agree(ours)
             for patch in self._amended(ours, run_config, terms).require_same(run_config):
                 _log.warning(
-                    "%s. Both give the same results on known values, so this site joins.", patch
+                    "%s. Both versions give the same results on known values, so this site joins.",
+                    patch,
                 )
         except Exception:
             connection.hub.leave()
@@ -302,8 +311,8 @@ class Federation:
         )
 
     def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
-        """Returns the hub that starts itself, with keys for this site; None if there is
-        none.
+        """Prepares the hub that starts automatically, with keys for this site. Returns None if an
+        operator starts the hub.
         """
         if not self.starts_hub:
             return None
@@ -320,8 +329,8 @@ class Federation:
         return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
-        """Returns this site's run config with the founding terms in place of its amendable ones, if
-        these match the current terms: a site may give either.
+        """Returns this site's run config after replacing amendable terms that match the current
+        terms by the founding terms. A site may use either of these.
         """
         if self.grace == "auto":
             ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
@@ -333,7 +342,7 @@ class Federation:
 
 
 def _has_memory(weighing: Weighing | None) -> bool:
-    """Returns whether a weighing depends on earlier rounds."""
+    """Returns whether a weighing depends on previous rounds."""
     if weighing is None:
         return False
     kind = type(weighing)
@@ -347,8 +356,8 @@ def _is_sharded(fragment: FragmentState) -> bool:
 def described_parameters(
     fragment: FragmentState, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the name, shape and dtype of each parameter of a fragment, and the matrices into which
-    the outer step divides it.
+    """Yields the name of each parameter of a fragment with its shape, dtype, and division into
+    matrices for the outer step.
     """
     for name in fragment.layout.names:
         # `RunConfig.sizes` reads the shape.
@@ -360,7 +369,7 @@ def described_parameters(
 
 
 def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
-    """Yields the name, shape, dtype and kind of all tensors that are not trainable parameters."""
+    """Yields the name, shape, dtype and kind of each tensor that is not a trainable parameter."""
     for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
         size = outer.numel() * outer.element_size()
         # `RunConfig.sizes` reads this.

@@ -1,15 +1,16 @@
-"""The coordinator of a run, at the hub. It applies the rules, makes the decisions durable, and then
-informs the sites.
+"""The coordinator of a run at the hub. The coordinator applies the rules, stores the decisions
+durably, and then informs the sites.
 
-Every call comes with a `Peer`, whose right to make the call has already been checked.
+Every call is made on behalf of a `Peer` whose permission has already been checked.
 
-[Note: where data is kept] Records and notes are kept in a journal, which writes several of them
-atomically. Payloads and states are blobs in a store. A blob is durable before a record or a note
-names it. It is dropped when no record or note names it any longer, no message that names it can be
-on its way (`UnnamedBlobs`), and no connected site is fetching it.
+[Note: where data is kept] Records and notes are stored in a journal, which can write several of
+them atomically. Payloads and states are blobs in a store. A blob is durable before a record or a
+note names it. The store drops a blob once three conditions hold: no record or note names the blob,
+no message in transit can name it (`UnnamedBlobs`), and no connected site is fetching it.
 
-[Note: one at a time] All changes to a run happen under one lock; blobs are transferred without it.
-Every method here follows the order in [Note: durable before visible] in `federation/ledger.py`.
+[Note: one at a time] All changes to a run are made under a single lock. Blobs are transferred
+without the lock. Every method in this module follows the order in [Note: durable before visible] in
+`federation/ledger.py`.
 """
 
 import itertools
@@ -77,10 +78,10 @@ Status = dict[str, Json]
 
 @dataclass
 class SiteStatistics:
-    """The statistics of a site, for `Coordinator.status`. ``began`` has the time at which each blob
-    began to arrive; ``trained_steps``, ``lost_steps``, ``inner_lr``, ``cosine`` and ``against`` are
-    from the last heartbeat. ``excluded`` has the sources whose states the site has refused since it last
-    had one.
+    """The statistics of a site for `Coordinator.status`. ``began`` contains the time at which each
+    blob started to arrive. The last heartbeat sets ``trained_steps``, ``lost_steps``, ``inner_lr``,
+    ``cosine`` and ``against``. ``excluded`` contains the sources whose states the site has refused
+    since it last had a state.
     """
 
     heard_at: float = 0.0
@@ -116,7 +117,7 @@ class SiteStatistics:
 
 
 class Coordinator:
-    """Serves one run. All methods may be called from several threads concurrently."""
+    """Serves a single run. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class Coordinator:
         # By fragment and site: contributions whose payloads are still arriving, and the incarnation
         # that sends them.
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
-        # The time at which the sites are informed again of what keeps rounds open.
+        # The time at which the sites are next reminded why rounds stay open.
         self._remind_at = -math.inf
         self._call_at = clock()
         # By fragment: the last announced call.
@@ -161,7 +162,7 @@ class Coordinator:
     # Durable state
 
     def _opened(self) -> Ledger:
-        """Returns the ledger, read from the journal."""
+        """Reads the ledger from the journal."""
         assert self.run_config is not None, "the run has been founded"
         terms = self.terms
         notes = self.journal.notes
@@ -185,13 +186,13 @@ class Coordinator:
 
     @property
     def _base(self) -> tuple[Position, ...]:
-        """The positions at which the records begin, if the run was founded again."""
+        """The positions at which the records start if the run was refounded."""
         text = self.journal.notes("base").get("base")
         return () if text is None else read(tuple[Position, ...], decoded(text, MOST_BYTES), "base")
 
     @property
     def terms(self) -> Terms:
-        """The terms of the run, as founded or as amended."""
+        """The terms of the run, including amendments."""
         assert self.run_config is not None, "the run has been founded"
         text = self.journal.notes("terms").get("terms")
         if text is None:
@@ -206,7 +207,7 @@ class Coordinator:
         return self.terms
 
     def _missing(self, applied: Sequence[Position], kept_from: Sequence[int]) -> Iterator[bytes]:
-        """Yields the records that a site lacks one at a time, as fast as the site reads them."""
+        """Yields the records that a site lacks, one at a time, as fast as the site reads them."""
         # By fragment: the index of the first record that the site lacks.
         numbers = {}
         for fragment, position in enumerate(applied):
@@ -228,15 +229,15 @@ class Coordinator:
     def ledger(self) -> Ledger:
         if self._ledger is None:
             raise Refused(
-                f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites"
-                " are needed"
+                f"run {self.run!r} has not been founded yet. Sites still missing:"
+                f" {self._founding.missing}"
             )
         return self._ledger
 
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Takes the run config of a site; returns that of the run."""
+        """Receives the run config of a site and returns the run config of the run."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -252,12 +253,13 @@ class Coordinator:
             if run_config is None:
                 if any(position.round for position in hello.applied) and not self._founding.again:
                     raise Refused(
-                        f"this hub has no run yet, but {hello.site} has applied records of one:"
-                        " start the hub with that run's ledger, or with --refound if it is lost"
+                        f"this hub has no run yet, but {hello.site} has applied records of a run."
+                        " Start the hub with that run's ledger, or with --refound if the ledger is"
+                        " lost"
                     )
                 self._founding.hello(hello, self._brought(hello.run_config))
                 log.info(
-                    "%s has connected to found the run; sites still missing: %d",
+                    "%s has connected to found the run. Sites still missing: %d",
                     hello.site,
                     self._founding.missing,
                 )
@@ -269,18 +271,18 @@ class Coordinator:
     def _brought(self, key: str) -> RunConfig:
         try:
             if self.store.size(key) > RunConfig.most_bytes:
-                raise Malformed("this is too large for a run config.")
+                raise Malformed("the blob is too large for a run config.")
             return RunConfig.from_bytes(self.store.get(key))
         except Missing:
-            raise Missing("a site must send its run config before it says hello.") from None
+            raise Missing("a site must send its run config before its hello.") from None
 
     def _ask_founder(self) -> str:
-        """Asks a site for the state at round 0 once there are enough sites; returns the reason why
-        sites wait.
+        """Requests the state at round 0 from the founder once there are enough sites. Returns the
+        reason why sites are waiting.
         """
         if self._founding.missing:
             return (
-                f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
+                f"run {self.run!r} is being founded. Sites still missing: {self._founding.missing}"
             )
         if self._founding.again:
             self._found_again()
@@ -291,13 +293,15 @@ class Coordinator:
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _found_again(self) -> None:
-        """Continues from the position of most sites. There are no records, so a site must send a
-        snapshot at once.
+        """Continues the run from the position of most sites. The ledger has no records, so a site
+        must send a snapshot immediately.
         """
         founding = self._founding
         has_records = any(position.round for position in founding.base)
         if len(founding.base) != founding.run_config.terms.fragments or not has_records:
-            raise Refused("no site has applied records of this run: found it without --refound")
+            raise Refused(
+                "no site has applied records of this run. Found the run without --refound"
+            )
         notes = {
             "run_config": founding.run_config.to_bytes(),
             "base": encoded(plain(founding.base)),
@@ -313,7 +317,7 @@ class Coordinator:
         self._welcome_all()
 
     def _welcome_all(self) -> None:
-        """Welcomes the sites that have founded the run."""
+        """Welcomes all founding sites."""
         for hello in self._founding.hellos.values():
             for event in self._welcome(hello):
                 self._notify(event, [hello.site])
@@ -346,7 +350,7 @@ class Coordinator:
         return itertools.chain(first, records, calls)
 
     def _inner_rates(self, site: str, now: float) -> list[float]:
-        """Returns the inner learning rates of the other connected sites."""
+        """Returns the inner learning rates of all other connected sites."""
         rates = []
         for name in self.ledger.present(now):
             rate = self.statistics[name].inner_lr
@@ -384,7 +388,7 @@ class Coordinator:
             self._wake()
 
     def is_present(self, site: str) -> bool:
-        """Returns whether a site has a lease. Before the run is founded, there are no leases."""
+        """Returns whether a site has a lease. Before the founding, every site counts as present."""
         with self._lock:
             return self._ledger is None or site in self._ledger.present(self._clock())
 
@@ -408,27 +412,24 @@ class Coordinator:
     # Blobs and contributions
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Admits a blob that is about to arrive, which is a run config, or a member's payload or
-        state.
-        """
+        """Admits an incoming blob, which may be a run config or a payload or state of a member."""
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
                 raise Refused(
-                    f"a run config of {size:,} bytes is too large: the limit is"
-                    f" {RunConfig.most_bytes:,}."
+                    f"a run config of {size:,} bytes exceeds the limit of {RunConfig.most_bytes:,}."
                 )
             with self._lock:
                 self.room.keep_unnamed(key, peer)
             return
         if kind not in ("payload", "state"):
-            raise Malformed("a blob is a run config, a payload or a part of a state.")
+            raise Malformed("a blob must be a run config, a payload or a part of a state.")
         with self._lock:
             self._require_member(peer)
             limit = (self.run_config or self._founding.run_config).most_bytes_of(kind)
             if size > limit:
                 raise Refused(
-                    f"a {kind} of {size:,} bytes is too large for this run: the limit is {limit:,}."
+                    f"a {kind} of {size:,} bytes exceeds this run's limit of {limit:,} bytes."
                 )
             began = self.statistics[peer.name].began
             if len(began) < _MOST_BEGUN:
@@ -442,7 +443,7 @@ class Coordinator:
             self.room.keep_unnamed(key, sender)
 
     def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
-        """Notes that the store has refused a blob for lack of space."""
+        """Handles a blob that the store has rejected for lack of space."""
         with self._lock:
             self.room.refuse(error)
             if about.get("kind") == "state":
@@ -458,8 +459,8 @@ class Coordinator:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Notes that a blob is in the store. Answers a run config, and continues with contributions
-        and states that waited for blobs.
+        """Handles a blob that has been stored. Run configs are answered, and contributions and
+        states that were waiting for the blob are processed.
         """
         if about.get("kind") == "run_config":
             return self._answer_run_config(peer, key)
@@ -497,7 +498,7 @@ class Coordinator:
         return answer
 
     def contribute(self, contribution: Contribution, incarnation: str) -> str:
-        """Takes a contribution once its payloads are in the store."""
+        """Adds a contribution as soon as its payloads are in the store."""
         site = contribution.site
         fragment = contribution.fragment
         sender = Peer("site", site, incarnation)
@@ -516,8 +517,8 @@ class Coordinator:
                 return answer.value
             if not contribution.payloads:
                 raise Refused(
-                    f"{site} contributes nothing to round {contribution.round} of fragment"
-                    f" {fragment}"
+                    f"the contribution of {site} to round {contribution.round} of fragment"
+                    f" {fragment} has no payloads"
                 )
             self._require_size(contribution)
             if not has_payloads:
@@ -531,7 +532,7 @@ class Coordinator:
         return Answer.OPEN.value
 
     def _require_size(self, contribution: Contribution) -> None:
-        """Refuses payloads that the hub could not read, if it averages them."""
+        """Raises Refused if the hub must average payloads that it cannot decode."""
         code = self.ledger.terms.hub_mean
         if code is None:
             return
@@ -540,7 +541,7 @@ class Coordinator:
         assert self.run_config is not None, "the run has been founded"
         if not has_sizes(contribution, self.run_config.sizes(contribution.fragment), code):
             raise Refused(
-                f"payloads of {contribution.site} do not have the sizes of fragment"
+                f"the payloads of {contribution.site} do not have the sizes required for fragment"
                 f" {contribution.fragment}"
             )
 
@@ -586,7 +587,7 @@ class Coordinator:
             case "backup":
                 if self.backup_folder is None:
                     raise Refused(
-                        "this hub was started without a folder for copies (sdiloco hub --backups"
+                        "this hub was started without a backup folder (sdiloco hub --backups"
                         " FOLDER)"
                     )
                 records = self.room.back_up(self.backup_folder)
@@ -596,14 +597,14 @@ class Coordinator:
             case "rollback":
                 return {"records": self._roll_back(read(int, about.get("round"), "round"))}
             case _:
-                raise Refused(f"this hub does not know {name}.")
+                raise Refused(f"this hub does not support the call {name}.")
         return {}
 
     # States
 
     def _ask_for_state(self, peer: Peer, about: Header) -> Header:
-        """Gets a state for a site. If the site only lacks payloads that are intact here, it gets
-        their records again instead.
+        """Obtains a state for a site. If the site lacks only payloads that are intact at the hub,
+        the hub resends their records instead.
         """
         without = read(tuple[str, ...], about.get("without"), "without")
         lacked_rounds = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
@@ -617,7 +618,7 @@ class Coordinator:
             self._note_refused(peer.name, refused, self._lost.damaged_blobs(blobs))
         has_lost = False
         for record in records:
-            # This takes a while, because it reads payloads.
+            # Reading the payloads takes a while, so the lock is not held.
             damaged = self._lost.damaged(record)
             with self._lock:
                 if damaged:
@@ -658,25 +659,25 @@ class Coordinator:
         return Record.from_bytes(text)
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
-        """Takes a state from a site, and passes it on once its blobs are in the store."""
+        """Receives a state from a site and forwards the state once its blobs are in the store."""
         with self._lock:
             run_config = self.run_config or self._founding.run_config
             request = self._states.request(name, site)
             if request is None:
-                raise Refused(f"this state of {site} is no longer wanted")
+                raise Refused(f"this state of {site} is no longer needed")
             fragments = run_config.terms.fragments
             if not len(header.applied) == len(header.digests) == fragments:
-                raise Refused(f"a state of this run has {fragments} fragments")
+                raise Refused(f"a state of this run must have {fragments} fragments")
             if request.founding and any(
                 position != Position.start(run_config.key) for position in header.applied
             ):
-                raise Refused("a run is founded on a state at round 0")
+                raise Refused("a run must be founded on a state at round 0")
             request.state = Snapshot(header, tuple(parts))
             self._hand_on()
         self._wake()
 
     def _hand_on(self) -> None:
-        """Passes on states whose blobs are all in the store to the sites that need them."""
+        """Forwards complete states to the sites that need them."""
         for request, state in self._states.complete():
             if request.founding:
                 self._found_run(state)
@@ -695,7 +696,7 @@ class Coordinator:
         self._welcome_all()
 
     def _check_snapshot(self, header: StateHeader) -> None:
-        """Compares a new snapshot with the rounds that closed while it was being sent."""
+        """Compares a new snapshot with the rounds that closed during its transfer."""
         snapshots = self.ledger.snapshots
         snapshots.add(header)
         for fragment, position in enumerate(header.applied):
@@ -705,7 +706,9 @@ class Coordinator:
                 snapshots.check(Record.from_bytes(text))
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks another site if a donor does not answer, is gone, or sends no heartbeats."""
+        """Sends requests to other sites if the donor does not answer, has left, or sends no
+        heartbeats.
+        """
         if self._states.give_up(self._ledger, gone):
             self._ask_founder()
 
@@ -718,7 +721,7 @@ class Coordinator:
             has_contributed = any(site in round.contributions for round in ledger.open.values())
             if member is None and not has_contributed:
                 raise Refused(
-                    f"there is no site {site!r} here, only:"
+                    f"site {site!r} is not connected. Connected sites:"
                     f" {', '.join(sorted(ledger.members)) or 'none'}"
                 )
             notes = dict[str, bytes | None]()
@@ -733,26 +736,27 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Ends the run and announces the rounds to launch for; see [Note: the last round]."""
+        """Ends the run and announces the rounds to launch for, as described in [Note: the last
+        round].
+        """
         with self._lock:
             ledger = self.ledger
             self.journal.note({"ending": b"1"})
             ledger.end()
             log.warning(
-                "an operator is ending the run: open rounds close, followed by the last round"
+                "an operator is ending the run. Open rounds will close, followed by the last round"
             )
             self._call()
         self._wake()
 
     def amend(self, changes: Json) -> Terms:
-        """Amends the terms of the run, durably, and informs all sites."""
+        """Amends the terms of the run durably and informs all sites."""
         with self._lock:
             ledger = self.ledger
             amendments = _amendments(changes)
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
                 raise Refused(
-                    "the run has ended, or some of its fragments have: its terms can no longer"
-                    " change"
+                    "the run or some of its fragments have ended, so the terms can no longer change"
                 )
             try:
                 terms = replace(ledger.terms, **amendments)
@@ -768,7 +772,7 @@ class Coordinator:
         return terms
 
     def _roll_back(self, round: RoundNumber) -> int:
-        """Drops the first record of a later round and all records after it, including those in the
+        """Drops the first record of a later round and all subsequent records, and reloads the
         ledger.
         """
         with self._lock:
@@ -780,8 +784,8 @@ class Coordinator:
             snapshots = self._states.snapshots_until(self._index.rounds_before(count))
             if not snapshots:
                 raise Refused(
-                    f"round={round} is too far back: the oldest state that the hub keeps is from"
-                    f" round {self._states.oldest_round}. Give that round, or a later one."
+                    f"round={round} is too far back. The hub's oldest state is from round"
+                    f" {self._states.oldest_round}. Choose that round or a later one."
                 )
             notes: dict[str, bytes | None] = {}
             for name in self.journal.notes():
@@ -804,7 +808,9 @@ class Coordinator:
             )
             self._notify(event_of(Welcomed(welcome, ledger.snapshots.best)))
             log.warning(
-                "an operator has rolled the run back to round %d: %d records remain", round, count
+                "an operator has rolled the run back to round %d, with %d records remaining",
+                round,
+                count,
             )
         self._wake()
         return count
@@ -880,20 +886,18 @@ class Coordinator:
     # The clock
 
     def resumed(self, seconds: float) -> None:
-        """Notes that the hub did nothing for a number of seconds because its process was
-        stopped.
-        """
+        """Handles a pause of the hub's process for the given number of seconds."""
         with self._lock:
             if self._ledger and seconds > self._ledger.terms.lease / 2:
                 log.warning(
-                    "the hub was paused for %.0f s: it waits another lease for the sites that were"
+                    "the hub was paused for %.0f s and waits another lease for the sites that were"
                     " connected",
                     seconds,
                 )
                 self._ledger.resume(self._clock())
 
     def tick(self) -> float:
-        """Closes rounds that are due, and maintains states, snapshots and the store."""
+        """Closes due rounds and maintains states, snapshots and the store."""
         seconds = self._tick()
         self._average()
         return seconds
@@ -906,13 +910,13 @@ class Coordinator:
             self.trouble = self._close_due(now) or self._lasting_trouble(now)
             self._announce_trouble(before, now)
             if before and not self.trouble:
-                log.warning("rounds can close again; this problem is resolved: %s", before)
+                log.warning("rounds can close again, because this problem is resolved: %s", before)
             ledger = self._ledger
             if ledger is None:
                 return _AGAIN
             self.room.ask_for_snapshot()
             if now >= self._call_at:
-                # A site that has missed its call gets it again while the round is open.
+                # A site that has missed its call receives the call again while the round is open.
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
@@ -920,8 +924,8 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _lasting_trouble(self, now: float) -> str | None:
-        """Returns an earlier lack of space, until something shows that there is space again, or
-        which sites are missing or have more records than this hub.
+        """Returns the most important lasting problem, such as lack of space, lost payloads, missing
+        sites, or sites with more records than this hub.
         """
         if self._ledger is None:
             return self.room.trouble
@@ -942,9 +946,7 @@ class Coordinator:
         return None if advice and self.journal.notes("rolled_back") else advice
 
     def _close_due(self, now: float) -> str | None:
-        """Passes on complete states and closes rounds that are due; returns the reason if it
-        cannot.
-        """
+        """Forwards complete states and closes due rounds. Returns the reason if this fails."""
         try:
             self._hand_on()
             if self._ledger:
@@ -959,8 +961,8 @@ class Coordinator:
         return None
 
     def _announce_trouble(self, before: str | None, now: float) -> None:
-        """Reports what keeps rounds open to the log and the sites. Sites are informed once per
-        lease, because new ones may have joined.
+        """Logs the reason why rounds stay open and sends the reason to the sites. Sites are
+        informed once per lease, because new sites may have joined.
         """
         is_new = self.trouble != before
         if self.trouble and is_new:
@@ -970,7 +972,7 @@ class Coordinator:
             self._notify(event_of(Waiting(self.trouble)))
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
-        """Makes a record durable and then announces it."""
+        """Stores a record durably and then announces it."""
         text = record.to_bytes()
         dropped = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         self.journal.append(record.seq, text, dropped | dict(notes or {}))
@@ -983,8 +985,8 @@ class Coordinator:
             log.info("run %s has ended", self.run)
 
     def _average(self) -> None:
-        """Averages closing rounds one at a time, without the lock: averaging takes a while, and the
-        run continues meanwhile.
+        """Averages closing rounds one at a time. The lock is not held, so the run continues in the
+        meantime.
         """
         if self._ledger is None or not self._ledger.closing:
             return
@@ -1006,13 +1008,13 @@ class Coordinator:
             self._averaging.release()
 
     def _close_with_mean(self, record: Record, note: str, old_key: str) -> None:
-        """Averages and closes a round. The note names the residual in the store by its key, which
-        changes here.
+        """Averages and closes a round. Also updates the note, which contains the residual's key in
+        the store.
         """
         from lightning_sdiloco.federation.mean import averaged  # only such a hub needs numpy
 
         code = self.ledger.terms.hub_mean
-        assert code is not None, "only then does a record wait for its mean"
+        assert code is not None, "a record waits for its mean only with hub_mean"
         assert self.run_config is not None, "the run has been founded"
         sizes = self.run_config.sizes(record.fragment)
         old_residual = self.store.get(old_key) if old_key else None
@@ -1029,8 +1031,8 @@ class Coordinator:
                 self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
-        """Announces the rounds to launch for, once each. Also announces a contribution with large
-        payloads, so that sites fetch them before it counts.
+        """Announces each round that sites should launch for, but only once. A contribution with
+        large payloads is announced early so that sites can fetch them before it counts.
         """
         if contribution:
             is_small = all(payload.size <= CHUNK for payload in contribution.payloads)
@@ -1048,37 +1050,38 @@ class Coordinator:
 def _founded_run_config(
     run: str, journal: SQLiteLedger, sites: int | None, refound: bool
 ) -> RunConfig | None:
-    """Returns the run config in the journal, or None if sites must found the run."""
+    """Returns the run config from the journal, or None if sites must found the run."""
     text = journal.notes("run_config").get("run_config")
     if not text:
         if sites is None:
             raise ValueError(
-                f"The ledger has no run {run!r} yet. Give the number of sites that found it"
-                " (sites), or that run's ledger."
+                f"The ledger does not contain run {run!r} yet. Set the number of founding sites"
+                " (sites) or use the ledger of that run."
             )
         return None
     run_config = RunConfig.from_bytes(text)
     if refound:
         raise ValueError(
-            "The ledger has this run: start the hub without --refound, or give the path of a new"
-            " ledger."
+            "The ledger already contains this run. Start the hub without --refound, or use the path"
+            " of a new ledger."
         )
     if run_config.run != run:
         raise ValueError(
-            f"This ledger has run={run_config.run!r}, not {run!r}. Give that run, or a different"
+            f"This ledger has run={run_config.run!r}, not {run!r}. Use that run or a different"
             " ledger."
         )
     return run_config
 
 
 def _amendments(changes: object) -> dict[str, Json]:
-    """Returns the checked terms that an operator changes."""
+    """Validates and returns the terms that an operator changes."""
     if not isinstance(changes, dict):
-        raise Malformed("terms is not a JSON object.")
+        raise Malformed("the terms are not a JSON object.")
     unknown = sorted(map(str, changes.keys() - _TERMS.keys()))
     if unknown:
         raise Malformed(
-            f"the term {unknown[0]!r} cannot be amended: only {', '.join(AMENDABLE)} can."
+            f"the term {unknown[0]!r} cannot be amended. Amendable terms are"
+            f" {', '.join(AMENDABLE)}."
         )
     return {name: read(_TERMS[name], value, name) for name, value in changes.items()}
 
@@ -1116,6 +1119,4 @@ def _state_of(ledger: Ledger, site: str, now: float) -> str:
 
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
     if site != peer.name or incarnation not in (None, peer.incarnation):
-        raise Refused(
-            f"site {peer.name!r} may act only for itself, and for its current incarnation."
-        )
+        raise Refused(f"site {peer.name!r} may act only for itself and its current incarnation.")

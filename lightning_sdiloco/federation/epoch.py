@@ -1,13 +1,12 @@
-"""The epoch of a hub: a number, stored next to the ledger, that grows with each start of a run's
-hub.
+"""The epoch of a hub. The epoch is a number stored next to the ledger and grows with each start of
+the run's hub.
 
-[Note: two hubs] A ledger is locked while a hub serves it. The lock does not help if a file system
-forgets the locks of a lost host and a successor starts while the earlier hub is still running. So
-each hub writes its epoch next to the ledger, and checks before each write, and before it drops
-blobs, that it is unchanged: of two hubs, only the later one does so. Each answer of a hub carries
-the epoch, and a site does not follow a hub whose epoch is earlier than one it has seen. An epoch is
-at least the time of the hub's start in seconds, so that a hub on a new ledger, or on a copy, is
-also a later one.
+[Note: two hubs] A ledger is locked while a hub serves it. The lock is not enough if a file system
+drops the locks of a lost host and a second hub starts while the first one is still running. Each
+hub therefore writes its epoch next to the ledger and checks before each write, and before it
+drops blobs, that the file is unchanged. If two hubs run, only the later one writes. Every answer of a hub contains the epoch, and
+a site ignores a hub whose epoch is earlier than one already seen. An epoch is at least the start
+time of the hub in seconds, so a hub that starts on a new or copied ledger also gets a later epoch.
 """
 
 import os
@@ -26,7 +25,7 @@ class Epoch:
 
     Attributes:
         number: The epoch.
-        is_over: True if another hub has begun a later one.
+        is_over: True if another hub has started a later epoch.
     """
 
     def __init__(self, ledger: Path) -> None:
@@ -52,5 +51,5 @@ class Epoch:
             self.is_over = self.is_over or self._path.read_bytes() != self._content
         if self.is_over:
             raise HubUnreachable(
-                "another hub has started on this run's ledger, so this one no longer writes to it."
+                "another hub has started on this run's ledger, so this hub no longer writes to it."
             )

@@ -1,23 +1,25 @@
-"""The follower: a site's part of the rules. It decides when the site launches and lands, and what
-happens to the site's own training.
+"""The follower, which applies the rules on a site. The follower decides when the site launches and
+lands, and what happens to the site's own training.
 
-It does not access tensors. Its owner, the engine, provides the digests of the outer parameters and
-applies each `MergeAction` to the values.
+The follower does not access tensors. The engine, which owns the follower, provides the digests of
+the outer parameters and applies each `MergeAction` to the values.
 
 [Note: the weight of a site] Every inner step adds to the training that a site *holds* for every
-fragment: steps, and samples as the weight. A launch moves all of it into the flight. A landing
-decides what happens to the flight and to the training since; see `MergeAction`. So every sample is
-in exactly one place: held, in flight, counted in one record, or dropped for a reason that the
-landing names. No sample counts twice, and no sample that was sent is lost.
+fragment. Held training consists of steps and of samples, which are the weight. A launch moves all
+held training into the flight. A landing decides what happens to the flight and to the training
+since the launch, as described in `MergeAction`. Every sample is therefore in exactly one place:
+held, in flight, counted in one record, or dropped for a reason given by the landing. No sample
+counts twice, and no sample that was sent is lost.
 
-[Note: what an earlier incarnation has launched] An incarnation that was killed may have launched
-the training in the next one's checkpoint, and later training. If that launch has been counted, the
-next incarnation takes the outer values before its first step. If the launch *stands*, that is, its
-round is still open, the next incarnation begins again from the outer values, also before its first
-step. From then on, the training that it holds is *apart* from that launch. The launch therefore
-lands like a contribution of another site: the local parameters move by as much as the outer ones,
-and all training since is kept. A checkpoint records this, so that a further incarnation does not
-begin again. The hub accepts no other launch of the site for that round, so the site makes none.
+[Note: what an earlier incarnation has launched] A killed incarnation may have launched training
+that the next incarnation's checkpoint contains, along with later training. If that launch was
+counted, the next incarnation takes the outer values before its first step. A launch *stands* if its
+round is still open. In this case, the next incarnation restarts from the outer values before its
+first step. All training that the site holds afterwards is *apart* from the standing launch. The
+standing launch therefore lands like a contribution of another site. The local parameters move by
+the same amount as the outer parameters, and all training since the restart is kept. The checkpoint
+stores the standing launch so that no later incarnation restarts again. The hub accepts no second
+launch of the site for that round, so the site does not launch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,14 +55,14 @@ class MergeAction(Enum):
 
     @property
     def mixes(self) -> bool:
-        """True if local and outer parameters are mixed according to the settings of the run."""
+        """True if the local and outer parameters are mixed according to the run's settings."""
         return self in (MergeAction.MIX, MergeAction.DROP)
 
 
 @dataclass
 class InFlight:
-    """A flight: the contribution, the inner step of its launch, and the number of inner steps that
-    it contains.
+    """A flight with its contribution, the inner step of its launch, and the number of inner steps
+    that it contains.
     """
 
     own: Contribution
@@ -71,32 +73,35 @@ class InFlight:
 
 @dataclass
 class Progress:
-    """The progress of a site with a fragment.
+    """The progress of a site on one fragment.
 
     Attributes:
-        fragment: The fragment.
-        applied: The last round that has landed.
+        fragment: The index of the fragment.
+        applied: The position of the last round that has landed.
         launched_at: The inner step of the last launch.
-        digest: The digest of the outer parameters; None if the site has no correct ones.
-        steps: The inner steps that the site holds; see [Note: the weight of a site].
-        samples: The samples that it holds.
-        path: The sum of the learning rates of these inner steps; 0 if unknown.
-        flight: The contribution whose round has not landed.
+        digest: The digest of the outer parameters, or None if the site does not have correct outer
+            parameters.
+        steps: The number of inner steps that the site holds, as defined in [Note: the weight of a
+            site].
+        samples: The number of samples that the site holds.
+        path: The sum of the learning rates of these inner steps, or 0 if it is unknown.
+        flight: The flight whose round has not landed.
         call: The last round that the hub has called.
         skipped: The last round whose call the site has declined.
-        ended: True once the last round of the run has landed.
-        records: The records of rounds after the applied one, by round.
-        lacking: The rounds of these records whose payloads the hub should have but has lost.
-        closed: The last round that is known to be closed.
+        ended: True if the last round of the run has landed.
+        records: The records of rounds that have not landed, by round.
+        lacking: The rounds of these records whose payloads the hub has lost.
+        closed: The last round known to be closed.
         kept_from: The first round whose payloads the hub keeps.
         refused: The key of the last record that was measured against different outer parameters.
         late: The action for a contribution that arrives too late.
         dropped: True if the last contribution was dropped because it was late.
-        too_long: One bit for each of the last contributions that counted or that the guard left
-            out, the latest one lowest. The bit is 1 if the guard left it out.
-        is_fresh: True if nothing that this site has launched is held outside a flight.
-        lost_steps: The inner steps of launches that were dropped since this incarnation began.
-        apart: The launch in an open round from which the held training is apart.
+        too_long: A bit for each recent contribution that either counted or was left out by the
+            guard. The lowest bit is the latest contribution, and 1 means left out.
+        is_fresh: True if the held training contains nothing that this site has already launched.
+        lost_steps: The number of inner steps in launches dropped since the start of this
+            incarnation.
+        apart: The launch in an open round that is apart from the held training.
         standing: The launch of this site in the hub's open round.
     """
 
@@ -130,8 +135,8 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """True if all closed rounds have landed, except that of a flight, which lands when it is
-        due, and later ones.
+        """True if all closed rounds have landed, apart from the round of a flight that is not due
+        yet and later rounds.
         """
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
@@ -139,24 +144,24 @@ class Progress:
 
     @property
     def lag(self) -> int:
-        """The number of rounds that are known to be closed but have not landed."""
+        """The number of closed rounds that have not landed."""
         return self.closed - self.applied.round
 
     @property
     def wants_state(self) -> bool:
-        """True if the state is not correct and records cannot soon bring it up to date."""
+        """True if the state is wrong or outdated and cannot be updated soon from records."""
         if self.digest is None or self.lag > RETENTION:
             return True
         return self.lag > 0 and (not self.can_fetch or self.lacks_payloads)
 
     @property
     def can_fetch(self) -> bool:
-        """True if the hub keeps the payloads of all rounds after the applied one."""
+        """True if the hub still keeps the payloads of all rounds that have not landed here."""
         return self.lag <= 0 or self.next_round >= self.kept_from
 
     @property
     def lacks_payloads(self) -> bool:
-        """True if the hub has lost payloads of the round that lands next."""
+        """True if the hub has lost payloads of the next round to land."""
         return self.digest is not None and self.next_round in self.lacking
 
     @property
@@ -164,15 +169,13 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Returns whether the round that lands next is known to be the last, from the run config or
-        a call.
-        """
+        """Returns whether the next round to land is the last, according to the terms or a call."""
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
     def stands(self) -> bool:
-        """True if the round that lands next already has a launch of this site and accepts no
-        other.
+        """True if the next round to land already has a launch of this site and accepts no second
+        one.
         """
         return self.standing is not None and self.standing.round == self.next_round
 
@@ -182,8 +185,8 @@ class Progress:
 
     @property
     def is_overtaken(self) -> bool:
-        """True if a record counts a launch that an earlier incarnation made after the flight, or in
-        its place.
+        """True if a record counts a launch that an earlier incarnation made after or instead of the
+        flight.
         """
         if self.flight is None:
             return False
@@ -196,12 +199,12 @@ class Progress:
         return False
 
     def _is_apart(self, counted: Contribution) -> bool:
-        """Returns whether the held training contains nothing of a counted launch."""
+        """Returns whether the held training contains no part of a counted launch."""
         return self.is_fresh or counted.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Notes the launch of this site in the hub's open round. Returns whether the site begins
-        again from the outer values.
+        """Stores this site's launch in the hub's open round. Returns whether the site restarts from
+        the outer values.
         """
         self.standing = standing
         in_flight = self.flight.own.launch if self.flight else None
@@ -214,7 +217,7 @@ class Progress:
         return True
 
     def begin_again(self) -> None:
-        """Notes that the local parameters become the outer ones, regardless of earlier launches."""
+        """Resets the progress because the local parameters are replaced by the outer parameters."""
         self.flight = None
         self.is_fresh = True
         self.drop()
@@ -226,25 +229,23 @@ class Progress:
         self.path = 0.0
 
     def forget(self) -> None:
-        """Notes that the outer parameters are wrong, so that all training against them is
-        worthless.
-        """
+        """Discards the digest and all training, because the outer parameters are wrong."""
         self.digest = None
         self.flight = None
         self.drop()
 
     def found_again(self, closed: Position, start: Position) -> None:
-        """Continues in a run that was founded again at some round."""
-        # A minority of sites may have applied other rounds, which did not happen in the refounded
-        # run. These sites take the state of the others.
+        """Continues in a run that was refounded at some round."""
+        # A minority of sites may have applied rounds that do not exist in the refounded run. These
+        # sites take the state of another site.
         if self.applied.round >= closed.round and self.applied != closed:
             self.forget()
             self.applied = start
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
-        """Takes in the position of a hub, which resends its call and all records after the applied
-        one. Earlier calls, and records that have not landed, may not exist in its run, because they
-        are from another hub or were rolled back.
+        """Updates the progress with the hub's position. The hub resends its call and all records
+        that have not landed. Calls and records received earlier may not exist in the hub's run,
+        because they came from another hub or were rolled back.
         """
         self.call = None
         self.skipped = 0
@@ -289,7 +290,7 @@ class Progress:
             self.lacking.add(record.round)
 
     def _continues(self, record: Record) -> bool:
-        """Returns whether a record continues the chain of records that this site has."""
+        """Returns whether a record fits into this site's chain of records."""
         same_round = self.records.get(record.round, record)
         before = self.records.get(record.round - 1)
         after = self.records.get(record.round + 1)
@@ -302,17 +303,15 @@ class Progress:
         return before is None or record.previous == before.key
 
     def parted(self, round: RoundNumber) -> AgreementError:
-        """Returns the error for a round whose record at the hub differs from the one here."""
+        """Returns the error for a round whose record at the hub differs from this site's record."""
         return AgreementError(
-            f"Round {round} of fragment {self.fragment} differs between the hub and this site:"
-            " their histories have parted. Resume this site from an earlier checkpoint, or restore"
+            f"Round {round} of fragment {self.fragment} differs between the hub and this site, so"
+            " their histories have diverged. Resume this site from an earlier checkpoint or restore"
             " the hub's ledger."
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
-        """Returns the effect of a record on the flight of the site and on the training that it
-        holds.
-        """
+        """Returns the effect of a record on the site's flight and held training."""
         flight = self.flight
         if flight and flight.own.round != record.round:
             flight = None
@@ -359,14 +358,13 @@ class Progress:
         self.lacking = {round for round in self.lacking if round > applied.round}
 
     def passed(self, round: RoundNumber, site: str) -> MergeAction:
-        """Returns the combined effect of the records up to a round, none of which has landed
-        yet.
-        """
+        """Returns the combined effect of all records up to a round that have not landed yet."""
         actions = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
-                # It is unknown whether an earlier incarnation was counted. It must not count twice.
+                # An earlier incarnation may have been counted, and its training must not count
+                # twice.
                 return MergeAction.TAKE
             actions.add(self.landing(record, site))
         strongest_first = (
@@ -392,12 +390,12 @@ _SAVED = (
     "flight",
 )
 
-# If the guard has left out this many of a site's last contributions, the site will not recover.
+# A site will not recover if the guard has left out this many of its last contributions.
 _MOST_LEFT_OUT = 8
 
 
 class Follower:
-    """Follows the records of a run for one site. Times are in seconds, on any monotonic clock."""
+    """Follows the records of a run for one site. Times are in seconds on a monotonic clock."""
 
     def __init__(
         self,
@@ -422,8 +420,8 @@ class Follower:
         self._trained_steps = 0
         # The inner learning rate at the last launch, if the owner knows it.
         self.inner_lr: float | None = None
-        # The direction of the last contribution that counted, in percent, and one bit for each of
-        # the last contributions: 1 if it pointed against the others.
+        # The direction of the last counted contribution in percent, and a bit for each recent
+        # contribution. The bit is 1 if the contribution pointed against the other sites.
         self._cosine = 0
         self._directions = 0
         offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
@@ -435,22 +433,22 @@ class Follower:
     # The hub
 
     def found(self, digests: Sequence[int]) -> None:
-        """Begins at round 0 with the outer parameters of this site. Only the founder does this, and
-        only once.
+        """Starts at round 0 with the outer parameters of this site. Only the founder calls this
+        method, and only once.
         """
         for progress, digest in zip(self.fragments, digests, strict=True):
             progress.digest = digest
 
     def hello(self, run: str) -> Hello:
-        """Returns the site's greeting. The hub answers with all records that the site has not
+        """Returns the site's hello. The hub answers with all records that the site has not
         applied.
         """
         applied = tuple(progress.applied for progress in self.fragments)
         return Hello(run, self.site, self.incarnation, self._run_config, applied)
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Takes in the hub's position. Returns the fragments whose local parameters become the
-        outer ones.
+        """Updates the progress with the hub's position. Returns the fragments whose local
+        parameters are replaced by the outer parameters.
         """
         if welcome.founded_again:
             for progress, closed in zip(self.fragments, welcome.closed, strict=True):
@@ -476,46 +474,50 @@ class Follower:
         return beginning_again
 
     def _require_same_history(self, progress: Progress, closed: Position) -> None:
-        """Refuses a hub that has fewer records than this site has applied, or different ones."""
+        """Raises AgreementError if the hub has different records than this site or fewer than the
+        site has applied.
+        """
         if closed.round < progress.applied.round:
             raise AgreementError(
-                f"The hub knows {closed.round} rounds of fragment {progress.fragment}, but"
+                f"The hub has {closed.round} rounds of fragment {progress.fragment}, but"
                 f" {self.site} has applied {progress.applied.round}. After `sdiloco hub rollback`,"
-                " restart the site from an earlier checkpoint, or without one. Otherwise the hub"
-                " has lost records, or serves another run: restore its ledger, or found the run"
-                " again from the sites: sdiloco hub --refound."
+                " restart the site from an earlier checkpoint or without a checkpoint. Otherwise,"
+                " the hub has lost records or serves a different run. In that case, restore its"
+                " ledger or refound the run from the sites: sdiloco hub --refound."
             )
         if closed.round == progress.applied.round and closed != progress.applied:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Notes a failed attempt to reach the hub. Training continues."""
+        """Handles a failed attempt to reach the hub. Training continues until the patience runs
+        out.
+        """
         self.reachable = False
         if self._alone_since is None:
             self._alone_since = now
         seconds = now - self._alone_since
         if seconds > self._patience:
             raise ExchangeError(
-                f"{self.site} has not reached the hub for {seconds:.0f} s, longer than"
-                f" patience={self._patience:.0f} s. Its checkpoint contains its training: restart"
-                f" it when the hub is back. {why}".rstrip()
+                f"{self.site} has not reached the hub for {seconds:.0f} s, which exceeds"
+                f" patience={self._patience:.0f} s. The site's training is saved in its checkpoint."
+                f" Restart the site when the hub is back. {why}".rstrip()
             )
 
     @property
     def lag(self) -> int:
-        """The number of rounds that this site is behind, for the fragment that is furthest
-        behind.
-        """
+        """The number of rounds by which this site's slowest fragment is behind."""
         return max([progress.lag for progress in self.fragments])
 
     @property
     def wants_state(self) -> bool:
-        """True if the site must request a state because some fragment has no usable one."""
+        """True if the site must request a state because at least one fragment has no usable
+        state.
+        """
         return any(progress.wants_state for progress in self.fragments)
 
     @property
     def lacked_rounds(self) -> list[RoundId]:
-        """The rounds that land next and for which the hub has lost payloads."""
+        """The next rounds to land for which the hub has lost payloads."""
         return [
             RoundId(progress.fragment, progress.next_round)
             for progress in self.fragments
@@ -529,7 +531,7 @@ class Follower:
 
     @property
     def follows(self) -> bool:
-        """True if this site can contribute and can provide a state to others."""
+        """True if this site can contribute and provide a state to other sites."""
         return not self.wants_state
 
     def heartbeat(self) -> Heartbeat:
@@ -552,14 +554,14 @@ class Follower:
         self.fragments[call.fragment].call = call
 
     def learn(self, record: Record, has_payloads: bool = True) -> None:
-        """Takes in a record, with or without its payloads."""
+        """Adds a record that arrived with or without its payloads."""
         self.fragments[record.fragment].learn(record, has_payloads)
 
     # Training
 
     def trained(self, samples: int, steps: int = 1, rate: float = 0.0) -> None:
-        """Counts an inner step, or all inner steps from before the site joined, with their learning
-        rate.
+        """Counts inner steps with their samples and learning rate. A joining site counts all
+        earlier steps in one call.
         """
         self._trained_steps += steps
         for progress in self.fragments:
@@ -572,8 +574,8 @@ class Follower:
 
     @property
     def finished(self) -> bool:
-        """True if the site may leave: the run is over, or the site is finishing and all of its
-        training is counted.
+        """True if the site may leave because the run is over, or because the site is finishing and
+        all of its training has been counted.
         """
         unsettled = [progress for progress in self.fragments if not progress.ended]
         if not unsettled:
@@ -592,8 +594,8 @@ class Follower:
         return due if due and self.follows else []
 
     def skips(self) -> list[Call]:
-        """Returns the calls that this site declines because it has trained too little, each only
-        once.
+        """Returns the calls that this site declines because it has trained too little. Each call is
+        returned only once.
         """
         if self._finishing:
             return []
@@ -608,11 +610,11 @@ class Follower:
         return calls
 
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Launches a fragment. `complete` finishes the contribution, which is encoded while
-        training continues.
+        """Launches a fragment. The contribution is encoded while training continues and finished by
+        `complete`.
         """
         progress = self.fragments[fragment]
-        assert progress.digest is not None, "what has no outer parameters cannot launch"
+        assert progress.digest is not None, "a fragment without outer parameters cannot launch"
         begun = Contribution(
             fragment,
             progress.next_round,
@@ -632,8 +634,8 @@ class Follower:
         return begun
 
     def complete(self, encoded: Contribution) -> Contribution | None:
-        """Puts a contribution with its payloads into the flight, and returns it if it can be
-        sent.
+        """Adds the encoded contribution with its payloads to the flight. Returns the contribution
+        if it can be sent.
         """
         progress = self.fragments[encoded.fragment]
         flight = progress.flight
@@ -646,8 +648,8 @@ class Follower:
         return flight.own
 
     def outstanding(self) -> list[Contribution]:
-        """Returns the contributions to resend after a hello: flights whose round is not known to be
-        closed, or whose payloads the hub has lost.
+        """Returns the contributions to resend after a hello. These belong to flights whose round is
+        not known to be closed or whose payloads the hub has lost.
         """
         contributions = []
         for progress in self.fragments:
@@ -681,8 +683,8 @@ class Follower:
         return step < progress.flight.launched_at + overlap
 
     def waits(self, step: int, now: float) -> float:
-        """Returns how many more seconds training waits for a landing; 0 while the hub cannot be
-        reached.
+        """Returns how many seconds training must still wait for a landing. The result is 0 while
+        the hub is unreachable.
         """
         longest_wait = 0.0
         if not self.reachable:
@@ -701,8 +703,8 @@ class Follower:
         return longest_wait
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
-        """Lands a record. ``before`` and ``after`` are the digests of this site's outer parameters
-        before and after the record.
+        """Lands a record. Pass the digests of this site's outer parameters before and after the
+        record.
         """
         progress = self.fragments[record.fragment]
         if before != record.digest:
@@ -710,10 +712,10 @@ class Follower:
             if progress.refused == record.key:
                 raise AgreementError(
                     f"Round {record.round} of fragment {record.fragment} was measured against outer"
-                    " parameters that cannot be restored: from another state, this site again"
-                    " computed different ones. Its arithmetic differs from the other sites', or the"
-                    " sites that held them are gone. Roll the run back to an earlier round (sdiloco"
-                    " hub rollback)."
+                    " parameters that cannot be restored. This site computed different parameters"
+                    " even from the state of another site. Either this site's arithmetic differs"
+                    " from the arithmetic of the other sites, or the sites with these parameters"
+                    " are gone. Roll the run back to an earlier round (sdiloco hub rollback)."
                 )
             progress.refused = record.key
             return MergeAction.REFUSE
@@ -723,8 +725,8 @@ class Follower:
         return action
 
     def _judge(self, progress: Progress, record: Record) -> None:
-        """Counts how often the guard has left this site out, and raises an error if that is too
-        often.
+        """Counts how often the guard has left out this site and raises AgreementError if the limit
+        is reached.
         """
         left_out = record.without(self.site)
         is_out = left_out is not None and left_out.is_by_guard
@@ -734,20 +736,20 @@ class Follower:
         if is_out and count >= _MOST_LEFT_OUT:
             raise AgreementError(
                 f"{count} of the last {JUDGED} contributions of {self.site} to fragment"
-                f" {record.fragment} were left out, the last one because {record.why(self.site)}."
-                " This site leaves, and the others continue. Check its data, its learning rate and"
-                " its machine; if restarted without a checkpoint, it starts from the other sites'"
-                " state."
+                f" {record.fragment} were left out, most recently because {record.why(self.site)}."
+                " This site leaves the run, and all other sites continue. Check the site's data,"
+                " learning rate and machine. If restarted without a checkpoint, the site starts"
+                " from the state of another site."
             )
 
     @property
     def against(self) -> int:
-        """The number of the last contributions that pointed against the others."""
+        """The number of recent contributions that pointed against the other sites."""
         return self._directions.bit_count()
 
     def judge_direction(self, direction: Direction) -> bool:
-        """Notes the direction of a contribution. Returns whether contributions have just begun to
-        point against the others.
+        """Stores the direction of a contribution. Returns whether this site's contributions have
+        just started to point against the other sites.
         """
         pointed_against = self.against >= AGAINST
         self._cosine = round(100 * direction.cosine)
@@ -757,7 +759,9 @@ class Follower:
     # States
 
     def header(self) -> StateHeader:
-        """Describes the state of this site, which is a donor. Call this between landings."""
+        """Returns the header of this site's state, for use as a donor. Call this method only
+        between landings.
+        """
         digests = tuple(
             progress.digest for progress in self.fragments if progress.digest is not None
         )
@@ -765,8 +769,8 @@ class Follower:
         return StateHeader(tuple(progress.applied for progress in self.fragments), digests)
 
     def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, MergeAction]:
-        """Adopts the state of a donor, or a snapshot. The site then says hello again to get the
-        records after it.
+        """Adopts the state of a donor or a snapshot. The site then sends another hello to receive
+        all later records.
         """
         for progress, position, expected, digest in zip(
             self.fragments, state.applied, state.digests, digests, strict=True
@@ -792,13 +796,13 @@ class Follower:
         return {"fragments": [_saved(progress) for progress in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Json], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This incarnation continues where the saved one
-        stopped.
+        """Restores what `state_dict` returned. This incarnation continues where the saved
+        incarnation stopped.
         """
         hints = get_type_hints(Progress, include_extras=True)
         loaded = list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
-            # Values that earlier versions did not save get their defaults.
+            # Values that earlier versions did not save keep their defaults.
             names = [name for name in _SAVED if name in saved]
             fields = {name: read(hints[name], saved[name], name) for name in names}
             closed = fields["applied"].round
@@ -806,9 +810,9 @@ class Follower:
             loaded.append(progress)
             if progress.digest not in (digest, None):
                 raise ValueError(
-                    f"The checkpoint was damaged: fragment {fragment} has other outer parameters"
-                    " than were saved. Resume from a different checkpoint, or start without one:"
-                    " the site then fetches a state."
+                    f"The checkpoint is damaged: the outer parameters of fragment {fragment} differ"
+                    " from the saved ones. Resume from a different checkpoint, or start without a"
+                    " checkpoint. The site then fetches a state."
                 )
         self.fragments = loaded
 
@@ -818,16 +822,17 @@ def _saved(progress: Progress) -> dict[str, Json]:
 
 
 def _require_sound(progress: Progress, position: Position, expected: int, digest: int) -> None:
-    """Refuses a state that was damaged, is too old, or differs from the records."""
+    """Raises Refused if a state was damaged, is too old, or differs from the records."""
     fragment = progress.fragment
     if expected != digest:
         raise Refused(
-            f"the state was damaged: fragment {fragment} has the digest {digest:x}, not"
+            f"the state is damaged: fragment {fragment} has the digest {digest:x} instead of"
             f" {expected:x}"
         )
     if position.round + 1 < progress.kept_from:
         raise Refused(
-            f"the state is at round {position.round} of fragment {fragment}; later records are gone"
+            f"the state is at round {position.round} of fragment {fragment}, and later records are"
+            " no longer available"
         )
     record = progress.records.get(position.round)
     after = progress.records.get(position.round + 1)
@@ -837,9 +842,9 @@ def _require_sound(progress: Progress, position: Position, expected: int, digest
     elif record:
         known_position = record.position
     if position != known_position or (after and after.previous != position.key):
-        raise Refused(f"the state has a different history of fragment {fragment} from the records")
+        raise Refused(f"the state has a different history of fragment {fragment} than the records")
     if after and after.digest != digest:
         raise Refused(
-            f"the state differs from the others' in fragment {fragment} after round"
+            f"the state differs from the other sites in fragment {fragment} after round"
             f" {position.round}"
         )

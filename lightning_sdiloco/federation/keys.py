@@ -1,7 +1,7 @@
-"""The keys of a federation, and the calls that a hub allows their holders to make.
+"""The keys of a federation and the calls that their holders may make to a hub.
 
-An authority is stored in a folder. Each holder has one file that contains its run, role and name. A hub
-checks every call with `peer_of` before it reads anything else.
+An authority is stored in a folder. Each holder has a bundle file, which contains the run, role and
+name of the holder. A hub checks every call with `peer_of` before reading anything else.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """The identity's form in a certificate: a subject alternative name."""
+        """The URI that represents the identity in a certificate, as a subject alternative name."""
         return f"sdiloco://{self.run}/{self.role}/{self.name}"
 
     @classmethod
@@ -58,8 +58,8 @@ class Identity(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """The keys with which a holder identifies itself and verifies others. The authority's private
-    key is not among them.
+    """The keys that a holder uses to identify itself and to verify its peers. The authority's
+    private key is not included.
     """
 
     identity: Identity
@@ -70,19 +70,19 @@ class Bundle(NamedTuple):
     folder: Path | None = None
 
     def bound(self, run: str) -> "Bundle":
-        """Returns the bundle for a run. An authority without a run is permanently bound to this
-        one.
+        """Returns the bundle for a run. An authority without a run is permanently bound to the
+        given run.
         """
         bound_run = self._bound_run(run)
         if bound_run == UNBOUND and self.identity.role == "hub":
             raise ValueError(
-                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder"
-                " of keys, or make keys for this run: sdiloco keys init FOLDER --run RUN."
+                f"The keys of hub {self.identity.name!r} are not bound to a run. Start the hub with"
+                " the key folder, or create keys for this run: sdiloco keys init FOLDER --run RUN."
             )
         if bound_run not in (run, UNBOUND):
             raise ValueError(
                 f"These keys are for run {bound_run!r}, not for run={run!r}: a certificate is valid"
-                " for one run. Give the name of that run, or make keys for this one: sdiloco keys"
+                " for one run. Use the name of that run, or create keys for this run: sdiloco keys"
                 " init FOLDER --run RUN."
             )
         if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
@@ -92,7 +92,7 @@ class Bundle(NamedTuple):
         return self
 
     def _bound_run(self, run: str) -> str:
-        """Returns the run to which the keys are bound, after binding an unbound authority."""
+        """Returns the run to which the keys are bound. An unbound authority is bound first."""
         if self.folder is None:
             return self.identity.run
         if _run_of(self.folder) == UNBOUND:
@@ -108,15 +108,15 @@ class Bundle(NamedTuple):
 def checked_name(argument: str, name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{argument}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes"
-            " and underscores, and begins with a letter or digit."
+            f"{argument}={name!r} is not a valid name. A name starts with a letter or digit and has"
+            " at most 63 letters, digits, dots, dashes and underscores."
         )
     return name
 
 
 def host_of(run: str) -> str:
-    """Returns the host name of a hub for TLS, which depends on the run and not on the hub's
-    address, because that may change.
+    """Returns the TLS host name of a hub. The name depends only on the run, because the hub's
+    address may change.
     """
     return f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.hub.sdiloco.internal"
 
@@ -132,8 +132,8 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         checked_name("run", run)
     if (folder / "ca.key").exists():
         raise ValueError(
-            f"{folder} has keys already, and new ones would shut out their holders. Give another"
-            " folder."
+            f"{folder} already contains keys, and new keys would lock out their holders. Choose a"
+            " different folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -151,8 +151,8 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. An earlier bundle remains valid until it expires or until all of
-    the holder's keys are revoked.
+    """Creates a key bundle for a holder. Earlier bundles remain valid until they expire or until
+    all keys of the holder are revoked.
     """
     folder = Path(folder)
     if role not in ROLES:
@@ -162,7 +162,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
         authority = (folder / "ca.pem").read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no keys yet. Make them: sdiloco keys init {folder}."
+            f"{folder} does not contain keys yet. Create keys: sdiloco keys init {folder}."
         ) from None
     identity = Identity(_run_of(folder), role, checked_name("name", name))
     extensions = _extensions(identity)
@@ -171,8 +171,8 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     _require_role(path, role)
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    # The fingerprint is noted first, so that the certificate can be revoked whatever happens to the
-    # bundle.
+    # The fingerprint is recorded first so that the certificate can be revoked whatever happens to
+    # the bundle.
     _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
     write_synced(part, key + certificate + authority)
     part.replace(path)
@@ -181,21 +181,23 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
 
 
 def _require_role(path: Path, role: Role) -> None:
-    """Refuses to replace the bundle of a holder with one for another role."""
+    """Raises ValueError if a holder's bundle would be replaced by one for a different role."""
     if not path.exists():
         return
     _, certificate, _ = _blocks_of(path)
     holder, _ = _certified(path, certificate)
     if holder.role != role:
         raise ValueError(
-            f"{path} has the keys of {holder.role} {holder.name}: keys for a {role} of that name"
-            f" would replace them. Choose another name, or renew them: sdiloco keys add"
-            f" {path.parent} {holder.name} --role {holder.role}."
+            f"{path} contains the keys of {holder.role} {holder.name}, and keys for a {role} of"
+            " that name would replace them. Choose a different name, or renew the existing keys:"
+            f" sdiloco keys add {path.parent} {holder.name} --role {holder.role}."
         )
 
 
 def _extensions(identity: Identity) -> dict[Extra, bool]:
-    """Returns the extensions of a holder's certificate, and which of them are critical."""
+    """Returns the extensions of a holder's certificate. A value of True marks a critical
+    extension.
+    """
     x509 = extra("cryptography.x509")
     names = [x509.UniformResourceIdentifier(identity.uri)]
     purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -219,9 +221,7 @@ def _key_pair(
     authority_key: bytes | None = None,
     authority: bytes | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns a new key and its certificate, which is signed by the key itself or by an
-    authority.
-    """
+    """Creates a key and a certificate that is signed by the key itself or by an authority."""
     forms = extra("cryptography.hazmat.primitives.serialization")
     curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
     key = curves.generate_private_key(curves.SECP256R1())
@@ -235,7 +235,7 @@ def _key_pair(
 
 
 def _unsigned(name: str, days: int, authority: bytes | None) -> Extra:
-    """Returns a certificate that is not yet signed and has no key."""
+    """Returns a builder for an unsigned certificate without a key."""
     x509 = extra("cryptography.x509")
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     issuer = subject if authority is None else x509.load_pem_x509_certificate(authority).subject
@@ -253,8 +253,8 @@ def _unsigned(name: str, days: int, authority: bytes | None) -> Extra:
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Revokes all certificates that were ever issued to a holder. A hub that was started with the
-    folder refuses them.
+    """Revokes all certificates ever issued to a holder. A hub that was started with the key folder
+    rejects them.
     """
     folder = Path(folder)
     earlier = _fingerprints(folder / "revoked", checked_name("name", name))
@@ -267,45 +267,47 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Returns the bundle in a file, which names its holder, or the bundle of ``name`` in the
-    authority's folder.
-    """
+    """Loads the bundle from a file, or the bundle of ``name`` from the authority's folder."""
     path = Path(keys)
     folder = None
     if path.is_dir():
         if not name:
             raise ValueError(
-                f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}."
+                f"{keys} is the authority's folder. Use a bundle, such as {path / 'NAME.bundle'}."
             )
         folder = path
         path = folder / f"{checked_name('name', name)}.bundle"
     if not path.is_file():
-        advice = "" if folder is None else f" Make one: sdiloco keys add {folder} {name}."
+        advice = "" if folder is None else f" Create a bundle: sdiloco keys add {folder} {name}."
         raise ValueError(f"There are no keys at {path}.{advice}")
     if path.stat().st_mode & 0o077:
-        warnings.warn(f"Other users may read the keys in {path}: chmod 600 {path}", stacklevel=2)
+        warnings.warn(
+            f"Other users can read the keys in {path}. To prevent this, run: chmod 600 {path}",
+            stacklevel=2,
+        )
     key, certificate, authority = _blocks_of(path)
     identity, ends = _certified(path, certificate)
     if ends < datetime.datetime.now(datetime.timezone.utc):
         raise ValueError(
-            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the folder"
-            f" of keys: sdiloco keys add FOLDER {identity.name} --role {identity.role}."
+            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Create a new bundle on the"
+            f" machine with the key folder: sdiloco keys add FOLDER {identity.name} --role"
+            f" {identity.role}."
         )
     return Bundle(identity, key, certificate, authority, ends, folder)
 
 
 def _blocks_of(path: Path) -> list[bytes]:
-    """Returns the key in a bundle, its certificate and the authority's."""
+    """Returns the key, the certificate and the authority's certificate from a bundle."""
     blocks = list(_BLOCKS.finditer(path.read_bytes()))
     if [block[1] for block in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
         raise ValueError(
-            f"{path} is not a bundle: it must hold a key, its certificate and the authority's."
+            f"{path} is not a bundle: it must contain a key, its certificate and the authority's."
         )
     return [block[0] for block in blocks]
 
 
 def _certified(path: Path, certificate: bytes) -> tuple[Identity, datetime.datetime]:
-    """Returns the holder of a certificate and the end of its validity."""
+    """Returns the holder and the expiry time of a certificate."""
     x509 = extra("cryptography.x509")
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
@@ -343,7 +345,7 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
     if (keys is None) != insecure:
         raise ValueError(
             f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the owner"
-            f" of the folder of keys for a bundle: sdiloco keys add FOLDER {name}."
+            f" of the key folder for a bundle: sdiloco keys add FOLDER {name}."
         )
     if keys is None:
         return None
@@ -351,7 +353,7 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
     if bundle.identity.name != name:
         raise ValueError(
             f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to {name!r}:"
-            " a certificate is valid for one site. Give that site's bundle."
+            " a certificate is valid for one site. Use that site's bundle."
         )
     return bundle
 
@@ -367,8 +369,8 @@ MAY: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls that do not depend on the incarnation of a site: another process may make them with the keys
-# of a site that trains.
+# These calls do not depend on the incarnation of a site, so another process may make them with the
+# keys of a training site.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 
@@ -379,8 +381,8 @@ class Peer(NamedTuple):
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Context) -> Peer:
-    """Returns the caller of the hub of a run, if the call is allowed. Without a bundle, the hub
-    trusts the header.
+    """Returns the caller if the call is permitted, and raises an error otherwise. Without a bundle,
+    the hub trusts the header.
     """
     caller = header.get("from")
     fields = ("run", "role", "name", "incarnation")
@@ -388,16 +390,16 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
         isinstance(caller.get(field), str) and len(caller[field]) <= 63 for field in fields
     ):
         raise Malformed(
-            "the header of a call must say who makes it: run, role, name and incarnation."
+            "the header of a call must identify the caller by run, role, name and incarnation."
         )
     protocol = caller.get("protocol")
     if protocol not in range(OLDEST, PROTOCOL + 1):
         raise Refused(
-            f"this hub supports versions {OLDEST} to {PROTOCOL}, not {str(protocol)[:20]}: update"
-            " the older side, a hub before its sites."
+            f"this hub supports versions {OLDEST} to {PROTOCOL}, not {str(protocol)[:20]}. Update"
+            " the older side, and update a hub before its sites."
         )
     if caller["role"] not in ROLES:
-        raise Denied(f"{caller['role']!r} is not a role.")
+        raise Denied(f"{caller['role']!r} is not a valid role.")
     claimed = Identity(caller["run"], caller["role"], caller["name"])
     if bundle is not None:
         _require_certified(run, bundle, claimed, context)
@@ -405,26 +407,27 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
         raise Denied(f"this hub serves run {run!r}, not {claimed.run!r}.")
     if claimed.role not in MAY.get(call, ()):
         raise Denied(
-            f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that."
+            f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for this"
+            " call."
         )
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
     return Peer(claimed.role, claimed.name, caller["incarnation"])
 
 
 def holder_of(context: Context) -> Identity:
-    """Returns the holder of the certificate of a connection."""
+    """Returns the holder of a connection's certificate."""
     holders = []
     for name in context.auth_context().get("x509_subject_alternative_name", []):
         identity = Identity.of_uri(name.decode(errors="replace"))
         if identity is not None:
             holders.append(identity)
     if len(holders) != 1:
-        raise Denied("the certificate does not name its run, role and holder.")
+        raise Denied("the certificate does not name a run, role and holder.")
     return holders[0]
 
 
 def require_valid(bundle: Bundle, context: Context) -> None:
-    """Refuses a certificate that was revoked or has expired since its connection was made."""
+    """Raises Denied if a certificate was revoked or has expired since the connection was made."""
     (pem,) = context.auth_context()["x509_pem_cert"]
     revoked = bundle.revoked()
     if revoked and fingerprint(pem) in revoked:
@@ -439,9 +442,7 @@ def _named(identity: Identity) -> str:
 
 
 def wall_clock() -> float:
-    """Returns the time, in seconds, for checking the validity of certificates; nothing else uses
-    it.
-    """
+    """Returns the UTC time in seconds. Use this clock for certificates and epochs only."""
     return datetime.datetime.now(datetime.timezone.utc).timestamp()
 
 
@@ -464,11 +465,11 @@ def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Con
 
 
 def speaks_for_itself(role: str, name: str, about: object) -> Header:
-    """Returns the part of a header that describes the call. A calling site must not name another
+    """Returns the part of a header that describes the call. Raises Denied if a site names another
     site.
     """
     if not isinstance(about, dict):
-        raise Malformed("a call is about a JSON object.")
+        raise Malformed("the description of a call must be a JSON object.")
     if role == "site" and about.get("site", name) != name:
-        raise Denied(f"site {name!r} cannot act for {str(about['site'])[:80]!r}.")
+        raise Denied(f"site {name!r} cannot act on behalf of {str(about['site'])[:80]!r}.")
     return about

@@ -1,16 +1,18 @@
-"""The ledger: it has a run's sites and their contributions, and decides which rounds close. It
-takes the time as an argument, and returns records.
+"""The ledger of a run, which holds the sites and their contributions and decides which rounds
+close. Methods take the time as an argument and return closed rounds as records.
 
-[Note: durable before visible] The ledger does no input or output. Its owner, the hub, first asks
-(`examine`, `due`: neither changes anything), then makes the change durable, reports it
-(`contribute`, `append`), and only then informs the sites, including of `calls`. The hub makes no
-other call between ``due`` and the last ``append``.
+[Note: durable before visible] The ledger performs no input or output. For each change, the hub
+follows four steps. The hub first queries the ledger with `examine` or `due`, which change nothing.
+The hub then stores the change durably and reports it to the ledger with `contribute` or `append`.
+Only after that does the hub inform the sites, for example of new `calls`. The hub makes no other
+call between ``due`` and the last ``append``.
 
-[Note: the last round] The result of a last round replaces all sites' parameters, and no later round
-corrects rounding errors, so only contributions in float32 count. If the run config names the last
-round, all sites know it when they launch. An operator may end a run at any time, when an inexact
-round may be open or an inexact contribution on its way. That round then closes like any other, with
-an outer step, and the next one is called as the last, although no site has launched for it.
+[Note: the last round] The result of a last round replaces the parameters of all sites. No later
+round corrects rounding errors, so only float32 contributions count. If the run config sets the
+number of rounds, all sites recognize the last round when they launch. An operator may end a run at
+any time, even while an inexact round is open or an inexact contribution is in transit. The open
+round then closes as usual, with an outer step. The hub calls the following round as the last,
+although no site has launched for it.
 """
 
 import math
@@ -49,7 +51,7 @@ from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, R
 
 
 class Founding:
-    """Gathers sites until there are enough to found a run, with the common run config and the
+    """Collects sites until there are enough to found a run with a common run config and the
     founder's state.
     """
 
@@ -65,7 +67,9 @@ class Founding:
         self._founder: str | None = None
 
     def propose(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Returns the run config of the first site; that site may propose another one."""
+        """Returns the run config of the first site to propose one. Only that site may replace its
+        proposal.
+        """
         self._require_quorum(run_config)
         for proposer, proposal in self._proposals.items():
             if proposer != site:
@@ -89,7 +93,7 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> bool:
-        """Forgets a site; returns whether it had said hello."""
+        """Removes a site and returns whether the site had sent a hello."""
         self._proposals.pop(site, None)
         self._run_configs.pop(site, None)
         if site == self._founder:
@@ -106,7 +110,7 @@ class Founding:
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """For each fragment, the position of most sites, from which a refounded run continues."""
+        """The position of most sites in each fragment, from which a refounded run continues."""
         positions = []
         for held in zip(*(hello.applied for hello in self.hellos.values()), strict=True):
             votes = Counter(held)
@@ -117,7 +121,7 @@ class Founding:
 
     @property
     def founder(self) -> str:
-        """The site that provides the outer parameters of round 0: the first by name."""
+        """The site that provides the outer parameters of round 0, chosen as the first by name."""
         self._founder = self._founder or min(self.hellos)
         return self._founder
 
@@ -130,8 +134,8 @@ class Answer(Enum):
 
 @dataclass
 class Member:
-    """A site with a lease, which ends at ``until``. It ``follows`` if it is recent enough to
-    contribute; ``followed_at`` is the time at which this was first known.
+    """A site with a lease that ends at ``until``. A member ``follows`` if its state is recent
+    enough to contribute. ``followed_at`` is the time of the first report that the member follows.
     """
 
     incarnation: str
@@ -152,11 +156,11 @@ class OpenRound:
     """An open round.
 
     Attributes:
-        opened: The time at which the first contribution arrived; None if that was before the hub's
+        opened: The arrival time of the first contribution, or None if it arrived before the hub's
             last start.
         contributions: The contributions by site.
-        arrived: The time at which each site contributed or declined.
-        undecided_since: The time at which a tie between different outer parameters was noticed.
+        arrived: The time of each site's contribution or refusal.
+        undecided_since: The time at which a tie between different outer parameters was detected.
     """
 
     opened: float | None = None
@@ -166,7 +170,9 @@ class OpenRound:
 
 
 class Ledger:
-    """Decides which contributions count; see [Note: durable before visible]."""
+    """Decides which contributions count. The hub calls the methods in the order of [Note: durable
+    before visible].
+    """
 
     def __init__(
         self,
@@ -186,7 +192,7 @@ class Ledger:
         self.closed = list(self.base)
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
-        # Records that are decided and wait for the hub's mean.
+        # Decided records that wait for the hub's mean.
         self.closing: dict[int, Record] = {}
         self.snapshots = Snapshots(snapshots)
         self.quorum = quorum or quorum_of(terms.quorum)
@@ -204,13 +210,13 @@ class Ledger:
         for contribution in contributions:
             if contribution.builds_on(self.closed[contribution.fragment]):
                 self._take(contribution, now, None)
-        # The time until which sites whose connections break are also awaited.
+        # Until this time, the hub also waits for sites whose connections break.
         self._expects_until = -math.inf
         self._expect_earlier_sites(now)
 
     def resume(self, now: float) -> None:
-        """Waits for one lease for the sites from before a pause of the hub, which has missed their
-        heartbeats and may have lost their connections.
+        """Extends the leases of all sites after a pause of the hub, because the hub has missed
+        heartbeats and may have lost connections.
         """
         self._expects_until = now + self.terms.lease
         for member in self.members.values():
@@ -218,8 +224,8 @@ class Ledger:
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Waits for one lease for the sites from before this start of the hub, or a pause, which
-        may not have found the hub yet.
+        """Waits one lease for earlier sites after a start or pause of the hub, because these sites
+        may not have reconnected yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -252,22 +258,20 @@ class Ledger:
         return Welcome(tuple(self.closed), self.kept_from, tuple(standing))
 
     def has_joined(self, hello: Hello) -> bool:
-        """Returns whether this incarnation of a site is a connected member."""
+        """Returns whether the incarnation in a hello is already a connected member."""
         member = self.members.get(hello.site)
         return bool(member and member.connected and member.incarnation == hello.incarnation)
 
     def conflict_of(self, hello: Hello, now: float) -> str | None:
-        """Returns the reason if a site cannot have its name because another incarnation is
-        connected under it.
-        """
+        """Returns an error text if another incarnation is connected under the name of a site."""
         member = self.members.get(hello.site)
         if member is None or member.incarnation == hello.incarnation:
             return None
         if not member.connected or member.until <= now:
             return None
         return (
-            f"the name {hello.site} is in use by a running process: stop it first, or wait"
-            f" {member.until - now:.1f} s if it is dead"
+            f"the name {hello.site} is in use by a running process. Stop that process first, or"
+            f" wait {member.until - now:.1f} s if it has died"
         )
 
     def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
@@ -277,8 +281,8 @@ class Ledger:
         member.applied = heartbeat.applied
 
     def leave(self, site: str, incarnation: str, now: float) -> bool:
-        """Stops waiting for a site that has left or lost its connection, unless the hub has just
-        been paused; returns whether the site was a member.
+        """Stops waiting for a site that has left or lost its connection, unless the hub was paused
+        recently. Returns whether the site was a member.
         """
         member = self.members.get(site)
         if member is None or member.incarnation != incarnation:
@@ -290,7 +294,7 @@ class Ledger:
         return True
 
     def evict(self, site: str) -> None:
-        """Evicts a site and its contributions to open rounds, at an operator's request."""
+        """Evicts a site at an operator's request and discards its contributions to open rounds."""
         member = self.members.pop(site, None)
         if member:
             self.evicted.add((site, member.incarnation))
@@ -305,7 +309,7 @@ class Ledger:
 
     def require_not_evicted(self, site: str, incarnation: str) -> None:
         if (site, incarnation) in self.evicted:
-            raise Refused(f"{site} was evicted from the run: ask its operator")
+            raise Refused(f"{site} was evicted from the run. Ask the operator to readmit the site")
 
     def _member(self, site: str, incarnation: str) -> Member:
         member = self.members.get(site)
@@ -318,7 +322,7 @@ class Ledger:
         return sorted([site for site, member in self.members.items() if member.until > now])
 
     def behind(self, site: str) -> int:
-        """Returns how many rounds a site is behind in its worst fragment."""
+        """Returns the number of rounds by which a site lags in its slowest fragment."""
         rounds = zip(self.closed, self.members[site].applied, strict=True)
         return max([closed.round - applied for closed, applied in rounds])
 
@@ -326,14 +330,14 @@ class Ledger:
         return self.members[site].follows and self.behind(site) <= RETENTION
 
     def _contributors(self, now: float) -> list[str]:
-        """Returns the sites that could contribute: those with valid leases for which all missing
-        records are available.
+        """Lists the sites that can contribute. Such a site has a valid lease, and all records that
+        it has not applied are still available.
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
 
     def lost_quorum(self, now: float) -> str | None:
-        """Returns which sites are missing if there are too few for any round to close; None if
-        there are enough, or if no site waits.
+        """Describes the missing sites if there are too few for any round to close. Returns None if
+        there are enough or if no site is waiting.
         """
         present = self.present(now)
         fewest = self.quorum.fewest(len(present))
@@ -345,30 +349,30 @@ class Ledger:
         for site in sorted(self._known_sites().difference(present)):
             missing.append(f"{site} ({'silent' if site in self.members else 'gone'})")
         return (
-            f"rounds need {fewest} sites (quorum), but only {len(present)} here:"
-            f" {', '.join(present)}. Missing: {', '.join(missing) or 'sites that never counted'}."
-            " Start them again, or lower the quorum: sdiloco hub amend --quorum"
-            f" {len(present)}"
+            f"rounds need {fewest} sites (quorum), but only these are present:"
+            f" {', '.join(present)}. Missing:"
+            f" {', '.join(missing) or 'sites that have never contributed'}. Restart the missing"
+            f" sites or lower the quorum: sdiloco hub amend --quorum {len(present)}"
         )
 
     def older_than_sites(self, now: float) -> str | None:
-        """Returns advice if a connected site has applied records that this ledger does not have."""
+        """Returns advice for the operator if a connected site has applied records that this ledger
+        lacks.
+        """
         for site in self.present(now):
             for fragment, applied in enumerate(self.members[site].applied):
                 closed = self.closed[fragment].round
                 if applied > closed:
                     return (
-                        f"{site} has applied {applied} rounds of fragment {fragment}, and this"
-                        f" ledger has {closed}: it is an older copy. Start the hub with the run's"
-                        " newest ledger; if that is lost, with a new one from what the sites hold:"
-                        " sdiloco hub --refound"
+                        f"{site} has applied {applied} rounds of fragment {fragment}, but this"
+                        f" ledger has only {closed}, so it is an older copy. Start the hub with the"
+                        " newest ledger of the run. If that ledger is lost, create a new one from"
+                        " the states of the sites: sdiloco hub --refound"
                     )
         return None
 
     def _known_sites(self) -> set[str]:
-        """Returns the sites of the last rounds and of the open ones, and those that are
-        connected.
-        """
+        """Returns all connected sites and the contributors to recent and open rounds."""
         sites = set(self.members)
         for history in self.history:
             for record in history:
@@ -380,18 +384,18 @@ class Ledger:
     # Contributions
 
     def examine(self, contribution: Contribution, incarnation: str) -> Answer:
-        """Returns the answer to a contribution without changing anything."""
+        """Returns the answer to a contribution without changing the ledger."""
         self._member(contribution.site, incarnation)
         fragment = contribution.fragment
         if not 0 <= fragment < self.terms.fragments:
             raise Refused(
-                f"there is no fragment {fragment}: the run has {self.terms.fragments} fragments"
+                f"fragment {fragment} does not exist in a run of {self.terms.fragments} fragments"
             )
         closed = self.closed[fragment]
         if contribution.round > closed.round + 1:
             raise Refused(
-                f"round {contribution.round} of fragment {fragment} builds on records that are not"
-                f" here: {closed.round}"
+                f"round {contribution.round} of fragment {fragment} builds on records that this hub"
+                f" lacks: its last round is {closed.round}"
             )
         is_late = contribution.round <= closed.round
         if is_late or fragment in self.closing or self.has_ended(fragment):
@@ -399,18 +403,20 @@ class Ledger:
         if contribution.previous != closed.key:
             raise Refused(
                 f"round {contribution.round} of fragment {fragment} builds on a different history"
-                " from this hub's"
+                " than the hub's"
             )
         round = self.open.get(fragment)
         is_known = round is not None and contribution.site in round.contributions
         return Answer.KNOWN if is_known else Answer.OPEN
 
     def contribute(self, contribution: Contribution, incarnation: str, now: float) -> Answer:
-        """Takes a durable contribution. If the answer is `OPEN`, all sites get the `call`."""
+        """Adds a durable contribution. If the answer is `OPEN`, the hub sends the call to all
+        sites.
+        """
         answer = self.examine(contribution, incarnation)
         if answer is Answer.OPEN:
             round = self._take(contribution, now, now)
-            # A new launch shows that its site follows, a moment before the next heartbeat does.
+            # A new launch shows that its site follows even before the next heartbeat.
             member = self.members[contribution.site]
             member.follow(member.follows or contribution.incarnation == incarnation, now)
             self._timings.arrives(contribution, now, round.opened)
@@ -419,7 +425,7 @@ class Ledger:
         return answer
 
     def has_counted(self, contribution: Contribution) -> bool:
-        """Returns whether a contribution counts in one of the last records."""
+        """Returns whether a contribution is counted in a recent record."""
         for record in self.history[contribution.fragment]:
             if record.round == contribution.round:
                 return contribution in record.counted
@@ -432,8 +438,8 @@ class Ledger:
         return round
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Notes that a site declines a call because it has trained too little. The round does not
-        wait for it.
+        """Registers that a site has declined a call because it has trained too little. The round
+        does not wait for that site.
         """
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
@@ -441,8 +447,8 @@ class Ledger:
             round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Returns the rounds to launch for: open ones, and the last round of every fragment if an
-        operator ends the run.
+        """Lists the rounds to launch for. These are all open rounds and, if an operator ends the
+        run, the last round of every fragment.
         """
         fragments = list(self.open)
         if self._ending:
@@ -457,8 +463,8 @@ class Ledger:
         return Call(fragment, number, is_last and self._is_exact(fragment))
 
     def _is_exact(self, fragment: int) -> bool:
-        """Returns whether the open round contains only exact contributions; see [Note: the last
-        round].
+        """Returns whether the open round contains only exact contributions, as required in [Note:
+        the last round].
         """
         if fragment not in self.open:
             return True
@@ -468,13 +474,16 @@ class Ledger:
     # Rounds
 
     def due(self, now: float) -> list[Record]:
-        """Returns the records of the rounds that close now. They count once they are appended."""
+        """Returns records for the rounds that can close now. A record takes effect when it is
+        appended.
+        """
         records = list[Record]()
         undecided = list[AgreementError]()
         sites = self._contributors(now)
         for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
-            # Present sites that do not count must also answer, or else a round might never close.
+            # Present sites that do not count must answer as well. Otherwise, a round might never
+            # close.
             is_enough = len(round.contributions) >= self.quorum.fewest(len(sites))
             if not is_enough or not self._closes(fragment, round, sites, now):
                 continue
@@ -489,7 +498,7 @@ class Ledger:
         return records
 
     def _record(self, fragment: int, majority: Sequence[Contribution], seq: int) -> Record:
-        """Returns the record of a closing round, including the reasons why some sites do not
+        """Creates the record of a closing round, with a reason for each site that does not
         count.
         """
         too_long = self._too_long(fragment, majority)
@@ -498,8 +507,8 @@ class Ledger:
             raise AgreementError(
                 f"Every contribution to round {self.closed[fragment].next_round} of fragment"
                 f" {fragment} is far too long: {', '.join(sorted(too_long))}. The round waits for"
-                " another site. Evict the sites that are wrong (sdiloco hub evict), and start them"
-                " again without their checkpoints."
+                " another site. Evict the sites with wrong values (sdiloco hub evict) and restart"
+                " them without their checkpoints."
             )
         counted_sites = {launched.site for launched in counted}
         left_out = self._wrong_buffers(fragment, counted)
@@ -524,14 +533,14 @@ class Ledger:
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         begun = min(round.arrived.values())
         if self._is_first(fragment):
-            # First contributions can only be judged against each other, so all founders must take
-            # part.
+            # The first contributions can only be judged against each other, so all founders must
+            # take part.
             present = self.present(now)
             if not {*present} <= {*sites, *round.arrived}:
                 return False
             begun = max([begun, *(self.members[site].followed_at for site in present)])
         if self._call(fragment).final:
-            # No site can count in a later round, so this one waits for all live sites.
+            # No later round can count a missing site, so the last round waits for all live sites.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         if self.quorum.closes(round.arrived, awaited, now):
@@ -542,8 +551,8 @@ class Ledger:
         return self.closed[fragment] == self.base[fragment]
 
     def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
-        """Returns the contributions that count, which were measured against the outer parameters of
-        most sites. There are none while a tie is undecided.
+        """Returns the contributions that were measured against the outer parameters of most sites.
+        The list is empty while a tie is undecided.
         """
         camps = dict[int, list[Contribution]]()
         for _, contribution in sorted(round.contributions.items()):
@@ -554,7 +563,7 @@ class Ledger:
                 raise AgreementError(
                     f"No site has finite values in fragment {fragment}:"
                     f" {', '.join(sorted(round.contributions))}. Resume from an earlier checkpoint,"
-                    " for example with gradient clipping or a smaller learning rate."
+                    " and consider gradient clipping or a smaller learning rate."
                 )
             return []
         by_size = sorted(camps.values(), key=len, reverse=True)
@@ -569,15 +578,16 @@ class Ledger:
         sides = []
         for camp in by_size:
             names = ", ".join([launched.site for launched in camp])
-            sides.append(f"{names} hold {camp[0].digest:016x}")
+            sides.append(f"{names} with digest {camp[0].digest:016x}")
         raise AgreementError(
-            f"The sites hold different outer parameters of fragment {fragment} after round"
-            f" {self.closed[fragment].round}, without a majority: {'; '.join(sides)}. Evict the"
-            " sites that are wrong (sdiloco hub evict), so that they fetch a state from the others."
+            f"The sites have different outer parameters of fragment {fragment} after round"
+            f" {self.closed[fragment].round}, and no value has a majority: {'; '.join(sides)}."
+            " Evict the sites with wrong values (sdiloco hub evict). These sites then fetch a state"
+            " from another site."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
-        """Returns the sites whose outer gradients the guard leaves out, with the reasons."""
+        """Returns the sites whose outer gradients the guard rejects, with the reasons."""
         if self.terms.guard is None:
             return {}
         return outlying(self._lengths(majority), self._pasts[fragment], self.terms.guard)
@@ -591,7 +601,7 @@ class Ledger:
         return lengths
 
     def _wrong_buffers(self, fragment: int, counted: Iterable[Contribution]) -> list[LeftOut]:
-        """Returns the sites that count without their buffers, with the reasons."""
+        """Returns the sites whose buffers do not count, with the reasons."""
         sizes = {launched.site: launched.buffers for launched in counted}
         too_large = dict[str, float]()
         if self.terms.guard is not None:
@@ -608,9 +618,9 @@ class Ledger:
         closed = self.closed[record.fragment]
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
             raise AgreementError(
-                f"Record {record.seq}, of round {record.round} of fragment {record.fragment}, does"
-                f" not follow on {self.seq} records and round {closed.round}: the ledger was"
-                " damaged. Restore it, or roll back."
+                f"Record {record.seq} of round {record.round} of fragment {record.fragment} does"
+                f" not follow on {self.seq} records and round {closed.round}, so the ledger is"
+                " damaged. Restore the ledger or roll back."
             )
         self.seq += 1
         self.closed[record.fragment] = record.position
@@ -629,8 +639,8 @@ class Ledger:
         self.snapshots.check(record)
 
     def next_due(self, now: float) -> float:
-        """Returns the time at which to call `due` again if nothing happens before: the next end of
-        a grace, a lease or a tie.
+        """Returns the time at which to call `due` again if nothing happens earlier. The result is
+        the next end of a grace period, a lease or a tie.
         """
         deadlines = [member.until for member in self.members.values()]
         for fragment, round in self.open.items():
@@ -649,8 +659,8 @@ class Ledger:
         self._ending = True
 
     def amend(self, terms: Terms, quorum: Quorum) -> None:
-        """Uses new terms from now on. If an open round was to be the last, it closes like any
-        other.
+        """Replaces the terms of the run. An open round that would have been the last now closes
+        like any other round.
         """
         self.terms = terms
         self.quorum = quorum
@@ -669,8 +679,8 @@ class Ledger:
         without: Collection[str] = (),
         beyond: Collection[RoundId] = (),
     ) -> str | StateHeader | None:
-        """Returns the source of a state that includes the given rounds: a donor's name, or a
-        snapshot.
+        """Returns the name of a donor whose state includes the given rounds, or a snapshot if there
+        is no donor.
         """
         donors = []
         for donor in self._contributors(now):
@@ -686,7 +696,7 @@ class Ledger:
         return max(donors, key=lambda name: (-self.behind(name), sum(self.members[name].applied)))
 
     def has_applied(self, site: str, rounds: Iterable[RoundId]) -> bool:
-        """Returns whether a site is present and has applied the given rounds."""
+        """Returns whether a site is a member and has applied the given rounds."""
         member = self.members.get(site)
         return member is not None and all(
             member.applied[fragment] >= round for fragment, round in rounds
@@ -694,8 +704,8 @@ class Ledger:
 
     @property
     def kept_from(self) -> tuple[int, ...]:
-        """The first round of every fragment whose payloads are kept: those of the last rounds and
-        of all rounds since the snapshot.
+        """The first round of each fragment whose payloads are kept. The hub keeps the payloads of
+        the last rounds and of all rounds since the snapshot.
         """
         snapshot = self.snapshots.best
         in_snapshot = snapshot.applied if snapshot else self.closed
@@ -705,8 +715,9 @@ class Ledger:
         return tuple(rounds)
 
     def fetched_from(self, now: float) -> tuple[int, ...]:
-        """Returns the first round of every fragment whose payloads are kept or still being fetched.
-        A site that follows fetches the rounds that it has not applied, or else soon needs a state.
+        """Returns the first round of each fragment whose payloads are kept or still being fetched.
+        A following site fetches the rounds that it has not applied. A site that falls too far
+        behind needs a state instead.
         """
         rounds = list(self.kept_from)
         for site in self.present(now):
@@ -720,7 +731,7 @@ class Ledger:
 
 
 class Snapshots:
-    """Decides which of the hub's states can be trusted, and when a new one is due."""
+    """The snapshots at the hub, with the rules for trusting snapshots and requesting new ones."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
         # The states, oldest first, each with the fragments that a record has verified.
@@ -732,14 +743,14 @@ class Snapshots:
 
     @property
     def best(self) -> StateHeader | None:
-        """The state to start from if no site has one."""
+        """The state from which to start if no site has a state."""
         return self._states[0][0] if self._states else None
 
     def add(self, header: StateHeader) -> None:
         self._states.append((header, set()))
 
     def check(self, record: Record) -> None:
-        """Compares the states with a record, and drops those that are wrong or no longer needed."""
+        """Compares the states with a record and drops those that are wrong or no longer needed."""
         sound = list[tuple[StateHeader, set[int]]]()
         newest_verified = 0
         for header, verified in self._states:
@@ -771,7 +782,7 @@ class Snapshots:
 
 
 class Timings:
-    """Measures how late contributions are, and how long a site's inner steps take."""
+    """Measurements of how late contributions arrive and how long inner steps take at each site."""
 
     def __init__(self) -> None:
         # By fragment: the last closed round, and when it was opened.
@@ -799,7 +810,9 @@ class Timings:
         self.unrecorded.setdefault(fragment, {})[site, contribution.round] = timing
 
     def arrives_late(self, contribution: Contribution, now: float) -> None:
-        """Records a contribution to a closed round, once and only if it was the last round."""
+        """Stores the timing of a late contribution once, provided that its round was the last to
+        close.
+        """
         fragment = contribution.fragment
         closed, opened = self._closed.get(fragment, (0, None))
         arrived, _ = self._arrived.get((fragment, contribution.site), (0, 0.0))
@@ -807,7 +820,7 @@ class Timings:
             self.arrives(contribution, now, opened)
 
     def closes(self, record: Record, opened: float | None) -> None:
-        """Marks the timings of a record as recorded."""
+        """Marks the timings in a record as recorded."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
         self.unrecorded.pop(fragment, None)
@@ -826,5 +839,5 @@ def _left_out(site: str, too_long: TooLong) -> LeftOut:
 
 
 def _rounded(number: float) -> float:
-    """Returns a number rounded to four digits."""
+    """Rounds a number to four significant digits."""
     return float(f"{number:.4g}")

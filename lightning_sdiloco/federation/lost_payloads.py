@@ -1,11 +1,11 @@
-"""Payloads of closed rounds that the store has lost because they are gone or were altered.
+"""Tracks payloads of closed rounds that are missing from the store or were altered there.
 
-A site that needs one reports this to the hub repeatedly. It gets the state of a site that has
-applied the round. Alternatively, a site that still has the payload in flight resends it, and the hub
-resends the record.
+A site that needs a lost payload reports this to the hub repeatedly. The hub then sends the state of
+a site that has applied the round. Alternatively, a site that still has the payload in flight
+resends it, and the hub resends the record.
 
-The coordinator owns the `LostPayloads` of its run, and holds its lock for every call except
-`damaged`, which reads payloads.
+The coordinator owns the `LostPayloads` of its run. The coordinator holds its lock during every call
+except `damaged`, which reads payloads.
 """
 
 import logging
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class LostPayloads:
-    """The closed rounds for which the store lacks payloads that some site needs."""
+    """The closed rounds whose payloads are needed by a site but missing from the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[RoundId, Record] = {}
 
     def damaged(self, record: Record) -> list[Payload]:
-        """Returns the payloads of a record that are gone or were altered, and drops these, because
-        the store would otherwise not accept them again.
+        """Returns the payloads of a record that are missing or were altered. Altered payloads are
+        dropped, because the store would otherwise reject new copies.
         """
         payloads = _payloads(record)
         if _id_of(record) in self._records:
@@ -51,13 +51,13 @@ class LostPayloads:
         return True
 
     def note(self, record: Record, payloads: Iterable[Payload]) -> None:
-        """Notes which payloads of a record are lost."""
+        """Stores and logs the loss of a record's payloads."""
         if _id_of(record) in self._records:
             return
         self._records[_id_of(record)] = record
         log.error(
-            "payloads of round %d of fragment %d are gone from the store, or were altered there:"
-            " %s, of %s",
+            "payloads of round %d of fragment %d are missing from the store or were altered there:"
+            " %s, from %s",
             record.round,
             record.fragment,
             ", ".join(payload.key[:16] for payload in payloads),
@@ -65,36 +65,39 @@ class LostPayloads:
         )
 
     def forget(self, record: Record) -> None:
-        """Notes that the payloads of a record are present, perhaps again."""
+        """Marks all payloads of a record as present."""
         self._records.pop(_id_of(record), None)
 
     def clear(self) -> None:
         self._records.clear()
 
     def forget_unneeded(self, ledger: Ledger, now: float) -> None:
-        """Forgets the rounds that all present sites have applied."""
+        """Removes the rounds that all present sites have applied."""
         for round_id in list(self._records):
             if not _waiting(ledger, round_id, now):
                 del self._records[round_id]
 
     def trouble(self, ledger: Ledger, now: float) -> str | None:
-        """Returns which sites wait for the first of these rounds, and what they wait for."""
+        """Describes which sites wait for the first affected round and what can unblock them."""
         for round_id, record in self._records.items():
             waiting = _waiting(ledger, round_id, now)
             if waiting:
-                # Only the hub had its mean.
-                senders = "" if record.mean else f", or for {_senders(record)} to send it again"
+                # Only the hub had the mean.
+                senders = (
+                    "" if record.mean else f", or for {_senders(record)} to resend the payloads"
+                )
                 return (
-                    f"payloads of round {record.round} of fragment {record.fragment} are gone from"
-                    f" the hub's store, or were altered there: {', '.join(waiting)} cannot apply"
-                    f" it. They wait for the state of a site that has{senders}. If no site returns"
-                    f" with it: sdiloco hub rollback {record.round - 1}"
+                    f"payloads of round {record.round} of fragment {record.fragment} are missing"
+                    f" from the hub's store or were altered there, so {', '.join(waiting)} cannot"
+                    " apply the round. These sites wait for the state of a site that has applied"
+                    f" the round{senders}. If no such site returns, run: sdiloco hub rollback"
+                    f" {record.round - 1}"
                 )
         return None
 
 
 def _waiting(ledger: Ledger, round_id: RoundId, now: float) -> list[str]:
-    """Returns the present sites that have not applied a round."""
+    """Lists the present sites that have not applied a round."""
     return [site for site in ledger.present(now) if not ledger.has_applied(site, [round_id])]
 
 

@@ -1,8 +1,8 @@
-"""The mean at the hub: the payloads of all sites are averaged into one payload, which all sites
+"""Averaging at the hub, which combines the payloads of all sites into one payload for all sites to
 fetch.
 
-This needs only numpy, which comes with Lightning, so a hub runs without torch. The hub remembers
-the rounding error of a mean and adds it to the next mean of the fragment.
+This module needs only numpy, which Lightning installs, so a hub runs without torch. The hub stores
+the rounding error of each mean and adds it to the next mean of the fragment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,9 @@ _LEVELS = np.array([sign * level for sign in (1.0, -1.0) for level in _MAGNITUDE
 
 
 def has_sizes(contribution: Contribution, sizes: Sizes, code: str) -> bool:
-    """Returns whether the payloads of a site have the sizes of its ranks' shards.
+    """Returns whether the payload sizes of a site match the shards of its ranks.
 
-    The first rank also sends the untrained state, without the tensors that it has not changed.
+    The first rank also sends all changed tensors of the untrained state.
     """
     first_size, *other_sizes = [payload.size for payload in contribution.payloads]
     shard_size = _shard_bytes(contribution, sizes.numel, code)
@@ -101,15 +101,15 @@ def averaged(
     code: str,
     residual: Bytes | None,
 ) -> tuple[bytes, bytes | None]:
-    """Returns the payload with the mean of a record, and the new residual if the code rounds.
+    """Returns the payload with the mean of a record and, if the code rounds, the new residual.
 
     Args:
-        record: The contributions that count, in the order in which they are added.
-        get: Returns a payload.
-        sizes: The sizes of the fragment. Its untrained state follows the values in each site's
-            first payload.
-        code: The code of outer gradients and their mean: ``"fp4"`` or ``"fp32"``.
-        residual: The residual of the previous mean, in float32.
+        record: The record, whose counted contributions are added in order.
+        get: A function that returns the payload for a key.
+        sizes: The sizes of the fragment. In each site's first payload, the untrained state follows
+            the values.
+        code: The code of the outer gradients and their mean, ``"fp4"`` or ``"fp32"``.
+        residual: The residual of the previous mean as float32 bytes.
     """
     weights = [1 if record.final else contribution.weight for contribution in record.counted]
     factors = by_training(dict(enumerate(weights)))
@@ -122,7 +122,7 @@ def averaged(
             changed_by_site.append(changed)
     mean /= np.float32(len(weights))
     if record.final:
-        # A last mean is exact, and no mean follows it.
+        # The last mean is exact, and no other mean follows it.
         code = "fp32"
     elif residual is not None:
         mean += np.frombuffer(residual, np.float32)
@@ -135,7 +135,7 @@ def averaged(
 
 
 def means_of(changed_by_site: Sequence[Mapping[int, bytes]], sizes: Sizes) -> dict[int, bytes]:
-    """Returns the mean of each tensor of the untrained state that some site has changed."""
+    """Averages each tensor of the untrained state that at least one site has changed."""
     means = dict[int, bytes]()
     for number, dtype in enumerate(sizes.dtypes):
         sent = [changed[number] for changed in changed_by_site if number in changed]
@@ -151,7 +151,7 @@ def means_of(changed_by_site: Sequence[Mapping[int, bytes]], sizes: Sizes) -> di
 
 
 def has_nan(values: bytes, number: str) -> bool:
-    """Returns whether the bytes of a tensor contain a NaN, given torch's name for its dtype.
+    """Returns whether the bytes of a tensor contain a NaN. The dtype is given by its torch name.
 
     Examples:
         >>> bfloat16 = bytes.fromhex("803f c07f")  # 1 and NaN
@@ -166,8 +166,8 @@ def has_nan(values: bytes, number: str) -> bool:
 
 
 def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
-    """Returns the plain mean over the sites. A value that is the same at all sites keeps its bits;
-    otherwise, sites whose value is not finite are left out.
+    """Returns the plain mean over the sites. A value that is identical at all sites keeps its bits.
+    Sites with a non-finite value that differs between sites are left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
@@ -187,8 +187,8 @@ def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
 def _sent(
     contribution: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str
 ) -> tuple[Vector, dict[int, bytes]]:
-    """Returns the values that a site sent, joined from the shards of its ranks, and its changed
-    untrained state.
+    """Returns the concatenated values from a site's ranks and the site's changed untrained
+    state.
     """
     if contribution.exact:
         code = "fp32"

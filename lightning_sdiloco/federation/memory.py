@@ -1,8 +1,8 @@
-"""A hub in memory, in real or virtual time, for simulations and tests.
+"""An in-memory hub for simulations and tests, in real or virtual time.
 
-[Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its
-clock defines the time. Messages on their way arrive before a later turn begins. So nothing depends
-on the speed of this machine.
+[Note: whose turn it is] The site whose clock is furthest behind always has the next turn, and that
+clock defines the time. Messages in transit arrive before a later turn starts. Results therefore do
+not depend on the speed of the machine.
 """
 
 import heapq
@@ -21,8 +21,8 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of several sites. ``until`` gives the other sites their turns; see [Note: whose
-    turn it is].
+    """The clocks of several sites. ``until`` runs the turns of the other sites, as described in
+    [Note: whose turn it is].
     """
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
@@ -33,14 +33,14 @@ class VirtualTime:
         self._numbers = count()
 
     def schedule(self, time: float, act: Callable[[], object]) -> None:
-        """Schedules an action. Actions that are due at the same time run in the order of the
+        """Schedules an action. Actions scheduled for the same time run in the order of the
         calls.
         """
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), act))
 
     def passes(self, site: int, seconds: float) -> None:
-        """Advances the clock of the site whose turn it is; the others have their turns
-        meanwhile.
+        """Advances the clock of the current site. The other sites take their turns in the
+        meantime.
         """
         end = self.now + seconds
         self._clocks[site] = end
@@ -58,7 +58,7 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The link of a site, on which payloads and states take time. A wait lasts for at least a
+    """The link of a site, with delays for payloads and states. The minimum length of a wait is
     ``moment``.
     """
 
@@ -72,9 +72,7 @@ class VirtualLink:
 
 
 class InProcessHub:
-    """A hub in the memory of this process. It does work that is due whenever a connection is
-    used.
-    """
+    """A hub in this process. Due work runs whenever a connection is used."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class InProcessHub:
         self.journal = SQLiteLedger(MEMORY)
         self.store = InMemoryStore()
         self.clients: dict[str, InProcessClient] = {}
-        # Its sites are also in this process, so the quorums that they name may be imported.
+        # The sites are also in this process, so their quorums may be imported.
         self.coordinator = Coordinator(run, self.journal, self.store, sites, clock, imported)
         self.coordinator.start(self.notify)
 

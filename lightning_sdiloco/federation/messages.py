@@ -1,18 +1,17 @@
-"""The messages between sites and the hub: contributions, records, and everything else that they
-exchange.
+"""The messages between sites and the hub, such as contributions and records.
 
-[Note: the chain] The records of a fragment form a chain: each contains the key of the previous one,
-and the first contains the key of the run config. Two sites whose last records have the same key
-have applied the same records in the same order, so one key per fragment identifies the whole
-history of a site. Sequence numbers run over the records of all fragments. They are positions in the
-hub's journal, each of which is written only once.
+[Note: the chain] The records of a fragment form a chain. Each record contains the key of the
+previous record, and the first record contains the key of the run config. Two sites whose last
+records have the same key have applied the same records in the same order, so one key per fragment
+identifies the whole history of a site. Sequence numbers count the records of all fragments
+together. Each number is a position in the hub's journal and is written only once.
 
-[Note: how a site uses its connection] The training thread owns the follower and makes all calls:
-`FederatedWorld` is that loop. The network has its own threads. They access only the copies of the
-follower's values that `HubConnection.hello` and `heartbeat` have made, so the follower needs no
-lock. If a connection breaks, the network threads reconnect, say hello again, and resend all
-outstanding contributions; the caller does nothing. So any event may arrive twice, and the follower
-must handle that.
+[Note: how a site uses its connection] The training thread owns the follower and makes all calls in
+the loop of `FederatedWorld`. The network threads access only the copies of the follower's values
+made by `HubConnection.hello` and `heartbeat`, so the follower needs no lock. If a connection
+breaks, the network threads reconnect, send another hello, and resend all outstanding contributions
+without any action by the caller. Events may therefore arrive twice, and the follower must handle
+duplicates.
 """
 
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Identifies a contribution of a site to a fragment: an incarnation launches once per round."""
+    """Identifies a site's contribution to a fragment. Each incarnation launches once per round."""
 
     round: Round
     incarnation: Incarnation
@@ -66,7 +65,7 @@ class RoundId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of the last record of a fragment."""
+    """The round and key of the last record of a fragment."""
 
     round: RoundNumber
     key: Key
@@ -102,18 +101,16 @@ class Contribution(Message):
 
     @property
     def launch(self) -> LaunchId:
-        """Identifies the contribution within its site and fragment."""
+        """The identifier of the contribution within its site and fragment."""
         return LaunchId(self.round, self.incarnation)
 
     def builds_on(self, closed: Position) -> bool:
-        """Returns whether the contribution is for the round after a position."""
+        """Returns whether the contribution belongs to the round after a position."""
         return (closed.next_round, closed.key) == (self.round, self.previous)
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
-        """The reason why it cannot count, regardless of the other contributions; empty if it
-        can.
-        """
+        """The reason why the contribution can never count, or an empty string if it can."""
         if not self.finite:
             return "not finite"
         # The last mean includes every site, even if it has not trained since its last contribution.
@@ -121,8 +118,8 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
-    """The reason why a contribution or its buffers do not count. If it is too long, or its buffers
-    are too large, ``times`` is the ratio to the usual length or size.
+    """The reason why a contribution or its buffers do not count. If the contribution is too long or
+    the buffers are too large, ``times`` is the ratio to the usual length or size.
     """
 
     site: Name
@@ -139,7 +136,7 @@ class LeftOut(NamedTuple):
 
     @property
     def is_by_guard(self) -> bool:
-        """True if the guard of the run left the contribution out."""
+        """True if the run's guard left the contribution out."""
         return self.reason.startswith("too long")
 
     @property
@@ -149,7 +146,7 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The time at which a contribution arrived, on the hub's monotonic clock. It only affects which
+    """The arrival time of a contribution on the hub's monotonic clock. Timings affect only which
     sites the hub waits for.
     """
 
@@ -161,7 +158,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Message):
-    """The contributions that form a round of a fragment."""
+    """The contributions that make up a round of a fragment."""
 
     seq: int
     fragment: Index
@@ -181,7 +178,9 @@ class Record(Message):
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
-        """The payloads to fetch: the hub's mean, or the payloads of each site that counts."""
+        """The payloads to fetch, which are either the hub's mean or the payloads of each counted
+        site.
+        """
         if self.mean:
             return [(self.mean,)]
         return [contribution.payloads for contribution in self.counted]
@@ -200,7 +199,7 @@ class Record(Message):
         return None if index < 0 else self.counted[index]
 
     def index_of(self, site: str) -> int:
-        """Returns the index of a site's contribution among those that count; -1 if it does not
+        """Returns the index of a site's contribution among the counted ones, or -1 if it does not
         count.
         """
         for index, contribution in enumerate(self.counted):
@@ -209,7 +208,7 @@ class Record(Message):
         return -1
 
     def without(self, site: str) -> LeftOut | None:
-        """Returns why a site's contribution does not count."""
+        """Returns the reason why a site's contribution does not count."""
         for left_out in self.left_out:
             if left_out.site == site:
                 return left_out
@@ -217,7 +216,7 @@ class Record(Message):
 
     @property
     def without_buffers(self) -> set[str]:
-        """The sites that count without their buffers because these are too large."""
+        """The sites that count without their buffers because the buffers are too large."""
         sites = set[str]()
         for left_out in self.left_out:
             if left_out.reason == "buffers too large":
@@ -225,8 +224,8 @@ class Record(Message):
         return sites
 
     def why(self, site: str) -> str:
-        """Returns a text that says why a site's contribution does not count and what it was
-        compared with.
+        """Explains why a site's contribution does not count and what the contribution was compared
+        with.
         """
         left_out = self.without(site)
         if left_out is None:
@@ -246,18 +245,18 @@ class Record(Message):
 
     @classmethod
     def from_bytes(cls, text: bytes) -> "Record":
-        """Refuses a record whose contributions cannot form one round, because sites that apply it
-        would diverge.
+        """Reads a record and rejects contributions that cannot form one round, because sites that
+        applied such a record would diverge.
         """
         record = super().from_bytes(text)
         sites = [contribution.site for contribution in record.counted]
         if not sites or sites != sorted(set(sites)):
-            raise Malformed("record.counted must name its sites once each, in their order")
+            raise Malformed("record.counted must contain each site at most once, sorted by name")
         for counted in record.counted:
             is_of_round = (counted.fragment, counted.round) == (record.fragment, record.round)
             if not is_of_round or counted.reason:
                 raise Malformed(
-                    f"record.counted has what {counted.site} cannot have contributed to this round"
+                    f"record.counted has an impossible contribution of {counted.site} to this round"
                 )
             if counted.digest != record.digest or counted.previous != record.previous:
                 raise Malformed("record.counted was measured against different outer parameters")
@@ -275,7 +274,9 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round because a site has launched for it, or because it is the last."""
+    """A request to launch for a round. The hub sends calls for the last round and for rounds in
+    which a site has launched.
+    """
 
     fragment: Index
     round: Round
@@ -283,7 +284,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """The incarnation of a site that has contributed to a fragment's open round."""
+    """The incarnation of the site that has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation
@@ -291,7 +292,9 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The hub's position. A site that has applied more records, or different ones, refuses it."""
+    """The hub's position. A site that has applied more or different records refuses this
+    message.
+    """
 
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
@@ -303,15 +306,16 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """The heartbeat of a training site, the only kind of heartbeat that counts.
+    """The heartbeat of a training site. No other heartbeat renews a lease.
 
     Attributes:
-        trained_steps: The inner steps of this incarnation, counted once for each fragment.
-        lost_steps: The part of these steps that was launched late and dropped.
+        trained_steps: The number of inner steps of this incarnation, counted once for each
+            fragment.
+        lost_steps: The number of these steps whose contributions were late and dropped.
         inner_lr: The largest inner learning rate at the last launch.
-        cosine: The cosine between the last contribution that counted and the mean of the others, in
-            percent.
-        against: How many of the last 16 contributions pointed against the others.
+        cosine: The cosine between the last counted contribution and the mean of the other
+            contributions, in percent.
+        against: How many of the last 16 contributions pointed against the mean of the other sites.
     """
 
     site: Name
@@ -336,8 +340,8 @@ class StateHeader(Message):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing is wrong at this site, but the hub waits for something, such as other sites at the
-    founding, or disk space.
+    """The hub is waiting, for example for other sites at the founding or for disk space. Nothing is
+    wrong at this site.
     """
 
     why: Annotated[str, 1 << 17]
@@ -345,8 +349,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The hub has accepted this site. This follows every hello and is the first event of every
-    connection.
+    """The hub has accepted this site. This event answers every hello and is the first event on
+    every connection.
     """
 
     welcome: Welcome
@@ -355,7 +359,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """A site has launched for a round, or it is the last."""
+    """A site has launched for a round, or the round is the last."""
 
     call: Call
     own: Contribution | None = None
@@ -363,7 +367,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A round is closed. Records arrive in any order, once or several times."""
+    """A round has closed. Records may arrive in any order and more than once."""
 
     record: Record
     blobs: Mapping[str, Bytes] | None
@@ -378,16 +382,14 @@ class Amended:
 
 @dataclass(frozen=True)
 class InnerRate:
-    """The median inner learning rate of the connected sites, for one that joins them."""
+    """The median inner learning rate of the connected sites, sent to a joining site."""
 
     rate: float
 
 
 @dataclass(frozen=True)
 class StateWanted:
-    """The hub needs the state of this site: for a site that joins, as a snapshot, or to found the
-    run.
-    """
+    """The hub needs this site's state for a joining site, as a snapshot, or to found the run."""
 
     request: str
     founding: bool = False
@@ -408,7 +410,7 @@ class Lost:
     is_busy: bool = False
 
 
-NO_STATE = "no site has a state: waiting for one that comes back with it"
+NO_STATE = "no site has a state, so the hub is waiting for a site that returns with one"
 """The reason why a site waits that needs a state."""
 
 SiteEvent = (
@@ -425,7 +427,7 @@ MOST_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class StateOffered:
-    """The site whose state is stored, and its blobs."""
+    """A stored state, with its source site and its blobs."""
 
     source: str
     header: StateHeader
@@ -469,8 +471,8 @@ def event_of(
 
 
 def read_event(event: Event) -> HubEvent | None:
-    """Reads an event; a record is read without its payloads. None if its kind is unknown, because
-    the hub is newer.
+    """Reads an event. A record is read without its payloads. Returns None for an unknown kind of
+    event, which a newer hub may send.
     """
     if event.kind == "record":
         return Recorded(Record.from_bytes(event.body), None)

@@ -1,5 +1,5 @@
-"""Quorums decide when a round closes. A quorum is a small policy that the run config names and the
-ledger applies.
+"""Quorums, which are policies that decide when a round closes. The run config names a quorum, and
+the ledger applies it.
 """
 
 import importlib
@@ -16,15 +16,16 @@ from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 
 
 class Quorum(ABC):
-    """Decides which sites a round waits for, and whether it closes before its grace is over.
+    """A policy that decides which sites a round waits for and whether the round closes before its
+    grace period ends.
 
-    Only the hub applies it, with its own monotonic clock. Once the grace since the first
-    contribution has passed, a round with at least the `fewest` contributions closes in any case, so
-    no quorum makes sites wait longer.
+    Only the hub applies a quorum, using its own monotonic clock. When the grace period after the
+    first contribution ends, a round with at least `fewest` contributions always closes, so no
+    quorum can make sites wait longer.
 
-    A quorum is a frozen dataclass whose arguments are JSON values. Its class and arguments are part
-    of the run config, from which every hub of the run makes the same quorum. Its methods may depend
-    only on their arguments and its own.
+    A quorum is a frozen dataclass whose arguments are JSON values. The run config contains the
+    class and these arguments, so every hub of the run creates the same quorum. Methods may depend
+    only on their arguments and on the fields of the quorum.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Quorum(ABC):
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns the minimum number of contributions with which a round closes.
+        """Returns the minimum number of contributions for a round to close.
 
         Args:
-            sites: The number of sites that could contribute.
+            sites: The number of sites that can contribute.
         """
 
     @abstractmethod
@@ -53,19 +54,19 @@ class Quorum(ABC):
         """Returns the sites for which a round waits.
 
         Args:
-            history: The last records of the fragment, at most 8, oldest first, with their
+            history: Up to 8 of the fragment's most recent records, oldest first, with their
                 `Record.timings`.
-            sites: The sites that could contribute: those that have a lease and are close enough to
+            sites: The sites that can contribute because they have a lease and are close enough to
                 the last record.
         """
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Returns whether a round closes before its grace is over: by default, when all awaited
-        sites have answered.
+        """Returns whether a round closes before its grace period ends. By default, a round closes
+        when all awaited sites have answered.
 
         Args:
-            arrived: The sites that have contributed or declined, each with the time.
-            awaited: The sites that `awaited` returned.
+            arrived: The time at which each site contributed or declined.
+            awaited: The sites returned by `awaited`.
             now: The time, in seconds.
         """
         return all(site in arrived for site in awaited)
@@ -73,12 +74,12 @@ class Quorum(ABC):
 
 @dataclass(frozen=True)
 class All(Quorum):
-    """The default: waits for all sites, and for at least ``least`` of them."""
+    """The default quorum, which waits for all sites and needs at least ``least`` contributions."""
 
     least: int = 1
 
     def fewest(self, sites: int) -> int:
-        """Always returns the same number."""
+        """Returns ``least``, regardless of the number of sites."""
         return self.least
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
@@ -88,16 +89,17 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """Waits for the number of sites that makes the best use of time; the others are backup workers,
-    as in arXiv 2102.06280.
+    """A quorum that waits for the number of sites that maximizes throughput. The remaining sites
+    are backup workers, as in arXiv 2102.06280.
 
     With k sites, a round takes the time T of a site's inner steps plus the time l_k from the first
-    arrival to the k-th. T and l_k are medians over the last 8 rounds. The quorum is the k with the
-    largest k / (T + l_k): one slow site of M is left out if it arrives later than T / (M - 1). Its
-    training is carried and counts in every 8th round, which waits for all sites.
+    to the k-th arrival. T and l_k are medians over the last 8 rounds. The quorum is the k with the
+    largest k / (T + l_k). A single slow site among M sites is left out if it arrives later than T /
+    (M - 1). The training of such a site is carried and counts in every 8th round, which waits for
+    all sites.
 
     Args:
-        least: The smallest share of the sites with which a round can close, above 0 and at most 1.
+        least: The minimum share of sites with which a round can close, above 0 and at most 1.
 
     Raises:
         ValueError: If ``least`` is out of range.
@@ -113,17 +115,17 @@ class DynamicBackup(Quorum):
     def __post_init__(self) -> None:
         if not 0 < self.least <= 1:
             raise ValueError(
-                f"least={self.least!r} is out of range: it is a share of the sites, so it must be"
-                " above 0 and at most 1. Choose a different value for least; the default is 0.5. For a"
-                " number of sites, give Federation(quorum=3)."
+                f"least={self.least!r} is out of range: a share of the sites must be above 0 and at"
+                " most 1. Choose a different value for least (the default is 0.5). For a fixed"
+                " number of sites, use Federation(quorum=3), for example."
             )
 
     def fewest(self, sites: int) -> int:
-        """Returns the share of the sites, rounded up."""
+        """Returns ``least`` times the number of sites, rounded up."""
         return max(1, ceil(self.least * sites - 1e-9))
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
-        """Returns the sites that are worth waiting for."""
+        """Returns the sites that maximize the throughput."""
         names = sorted(sites)
         length = _round_length(history)
         # Every 8th round waits for all sites. Otherwise, a site that is always a little late would
@@ -140,9 +142,7 @@ class DynamicBackup(Quorum):
 
 
 def _round_length(history: Sequence[Record]) -> float | None:
-    """Returns the median time that a site trains for a contribution, in seconds; None if
-    unknown.
-    """
+    """Returns the median training time per contribution in seconds, or None if it is unknown."""
     steps = dict[tuple[int, str], int]()
     for record in history:
         for contribution in record.counted:
@@ -156,7 +156,9 @@ def _round_length(history: Sequence[Record]) -> float | None:
 
 
 def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
-    """Returns each site's median lateness, which is infinite if it mostly does not contribute."""
+    """Returns the median lateness of each site. The lateness of a site that misses most rounds is
+    infinite.
+    """
     late_by_round: dict[str, dict[int, float]] = {site: {} for site in sites}
     for record in history:
         for timing in record.timings:
@@ -184,13 +186,13 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
             path = public_path
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
         raise ValueError(
-            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or"
-            " DynamicBackup(), or your own frozen dataclass that extends Quorum."
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Set quorum to a number"
+            " such as 3, to DynamicBackup(), or to a frozen dataclass that extends Quorum."
         )
     if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
         raise ValueError(
-            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at the"
-            " top level of its own module."
+            f"quorum={quorum!r} has a class that the hub cannot import: {path}. Define the class at"
+            " the top level of an importable module."
         )
     names = [argument.name for argument in fields(quorum) if argument.init]
     arguments = {name: getattr(quorum, name) for name in names}
@@ -198,13 +200,13 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They"
-            " must be numbers, texts, lists and mappings, finite and short."
+            f"quorum={quorum!r} has arguments that the run config cannot store: {error}. Arguments"
+            " must be short and consist of finite numbers, strings, lists and mappings."
         ) from None
 
 
 def imported(path: str) -> type[Quorum]:
-    """Imports a quorum. Call this only for class paths from this machine's own user."""
+    """Imports a quorum class. Use this function only for class paths from the local user."""
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):
@@ -212,26 +214,26 @@ def imported(path: str) -> type[Quorum]:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is"
-            " installed here or in a folder of PYTHONPATH."
+            f"quorum={path!r} cannot be imported: {error}. Use the form module.Class, where the"
+            " module is installed or in a folder on PYTHONPATH."
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, Quorum)):
         raise ValueError(
-            f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum."
+            f"quorum={path!r} is not a Quorum: its class must extend lightning_sdiloco.Quorum."
         )
     return kind
 
 
 def built_in(path: str, named: str | None = None) -> type[Quorum]:
-    """Returns the class of a quorum, which is one of this package or the one that the hub's
-    operator has named.
+    """Returns a quorum class from this package, or the class that the hub's operator has
+    allowed.
     """
     if path == named:
         return imported(path)
     if path not in _BUILT_IN:
         raise Malformed(
-            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must allow"
-            f" it: sdiloco hub --quorum {path}"
+            f"it is not part of this package ({', '.join(_BUILT_IN)}). The hub's operator must"
+            f" allow it: sdiloco hub --quorum {path}"
         )
     return _BUILT_IN[path]
 

@@ -1,11 +1,11 @@
-"""A site's end of the connection to its hub: see [Note: how a site uses its connection].
+"""A site's side of the connection to its hub, described in [Note: how a site uses its connection].
 
-[Note: a site of several ranks] Every rank has a connection, under the same name and incarnation.
-The connection of the first rank says hello, contributes, and gets events; the others only transfer
-payloads. A contribution names the payloads of all ranks, and the hub accepts it once the last of
-them is in its store, so the payload of one rank never counts without the others. The bytes that a
-site sends do not grow with its ranks, and neither do the bytes that it fetches: `places_of` assigns
-every payload of another site to one rank.
+[Note: a site of several ranks] Every rank has a connection with the same name and incarnation. The
+first rank's connection sends the hello and the contributions and receives events. All other
+connections only transfer payloads. A contribution names the payloads of all ranks. The hub accepts
+the contribution when all of these payloads are in its store, so no payload counts without the rest.
+The traffic of a site does not grow with its number of ranks, because `places_of` assigns every
+payload of another site to exactly one rank.
 """
 
 import logging
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 _AGAIN = 1.0  # seconds after which a state is requested again
 # Seconds after the end of a lease within which the hub notices it.
 _MARGIN = 2.0
-# The number of unread records, whose payloads take memory, at which fetching pauses.
+# Fetching pauses at this number of unread records, because their payloads take memory.
 _UNREAD = 32
 # Small messages do not wait behind large ones, states do not wait behind payloads, and nothing
 # waits for a hub that is gone.
@@ -56,8 +56,8 @@ _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns the positions of the payloads of a contribution that a rank fetches. Each payload is
-    fetched by one rank of a site.
+    """Returns the positions of a contribution's payloads that a rank must fetch. Each payload is
+    fetched by exactly one rank of a site.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -67,7 +67,7 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
 
 
 class Early(NamedTuple):
-    """A large payload that is fetched before its contribution is known to count."""
+    """A large payload that is fetched before it is known whether its contribution counts."""
 
     fragment: int
     round: RoundNumber
@@ -75,8 +75,9 @@ class Early(NamedTuple):
 
 
 class Outbox:
-    """The contributions on their way to the hub: the last one to each fragment, until it is
-    overtaken. The owner, the connection, holds a lock for every call that changes it.
+    """The contributions in transit to the hub. For each fragment, the outbox keeps the latest
+    contribution until it is overtaken. The owning connection holds a lock during every call that
+    changes the outbox.
     """
 
     def __init__(self) -> None:
@@ -90,14 +91,14 @@ class Outbox:
         self._entries[contribution.fragment] = contribution, dict(blobs)
 
     def keep(self, outstanding: Collection[Contribution]) -> None:
-        """Forgets all contributions except those that may still count."""
+        """Drops all contributions except the outstanding ones."""
         for contribution in self.contributions():
             if contribution not in outstanding:
                 del self._entries[contribution.fragment]
         self._tried.intersection_update(outstanding)
 
     def drop(self, record: Record) -> None:
-        """Forgets the contribution to the round of a record or to an earlier one."""
+        """Drops the contribution to a record's round or to an earlier round."""
         entry = self._entries.get(record.fragment)
         if entry and entry[0].round <= record.round:
             del self._entries[record.fragment]
@@ -106,19 +107,21 @@ class Outbox:
         return [contribution for contribution, _ in self._entries.values()]
 
     def blobs(self) -> dict[str, Bytes]:
-        """Returns all payloads by key."""
+        """Returns the payloads of all contributions by key."""
         blobs = dict[str, Bytes]()
         for _, sent in self._entries.values():
             blobs |= sent
         return blobs
 
     def blobs_of(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns the payloads of a contribution; None if it was overtaken."""
+        """Returns the payloads of a contribution, or None if it was overtaken."""
         entry = self._entries.get(contribution.fragment)
         return entry[1] if entry and entry[0] == contribution else None
 
     def begin(self, contribution: Contribution) -> bool:
-        """Returns whether to send a contribution; False if a thread is already sending it."""
+        """Returns whether to send a contribution. The result is False if a thread is already
+        sending it.
+        """
         if contribution in self._sending:
             return False
         self._sending.add(contribution)
@@ -128,19 +131,19 @@ class Outbox:
         self._sending.discard(contribution)
 
     def is_first_try(self, contribution: Contribution) -> bool:
-        """Notes an attempt; returns whether it is the first."""
+        """Registers an attempt and returns whether it is the first."""
         is_first = contribution not in self._tried
         self._tried.add(contribution)
         return is_first
 
 
 class RecordQueue:
-    """The records that wait to be passed to training. The owner, the connection, holds a lock for
-    every call.
+    """The records waiting to be passed to training. The owning connection holds a lock during every
+    call.
 
     Attributes:
-        applied: The last round of every fragment that has landed; None without a state.
-        kept_from: The first round of every fragment whose payloads the hub keeps.
+        applied: The last round of each fragment that has landed, or None without a state.
+        kept_from: The first round of each fragment whose payloads the hub keeps.
         fetching: The records whose payloads are being fetched, by key.
     """
 
@@ -155,8 +158,8 @@ class RecordQueue:
             self._waiting.append(record)
 
     def welcome(self, welcome: Welcome) -> None:
-        """Starts over, because the hub resends all records after a welcome, except those that were
-        rolled back.
+        """Resets the queue after a welcome, because the hub resends all records except those that
+        were rolled back.
         """
         self.kept_from = welcome.kept
         self._waiting.clear()
@@ -165,7 +168,7 @@ class RecordQueue:
                 del self.fetching[key]
 
     def take(self, room: int) -> list[Record]:
-        """Returns the records to fetch now, up to a limit."""
+        """Takes up to ``room`` records from the queue to fetch now."""
         waiting = [record for record in self._waiting if not self._is_applied(record)]
         taken = [record for record in waiting if self.is_useful(record)][:room]
         for record in taken:
@@ -174,7 +177,7 @@ class RecordQueue:
         return taken
 
     def is_dropped(self, record: Record) -> bool:
-        """Returns whether the hub no longer keeps the payloads of a record."""
+        """Returns whether the hub has dropped the payloads of a record."""
         return bool(self.kept_from) and record.round < self.kept_from[record.fragment]
 
     def _is_applied(self, record: Record) -> bool:
@@ -182,7 +185,9 @@ class RecordQueue:
         return applied is not None and record.round <= applied
 
     def is_useful(self, record: Record) -> bool:
-        """Returns whether a record can be applied after the ones before it, without a state."""
+        """Returns whether a record can be applied after the earlier records without fetching a
+        state.
+        """
         if not self.kept_from or not self.applied:
             return True
         applied = self.applied[record.fragment]
@@ -192,14 +197,14 @@ class RecordQueue:
 
 
 class HubConnection:
-    """A rank's connection to a hub, with its own threads. Its events wait until training reads
-    them.
+    """A rank's connection to a hub. The connection has its own threads and queues events until
+    training reads them.
 
     Attributes:
         hello_header: The hello that the transport sends on every new connection.
         heartbeat_header: The heartbeat that the transport sends.
-        amended: The terms of the run, if they were amended; otherwise None.
-        sends_bytes_per_s: The rate at which the last large payload was sent.
+        amended: The amended terms of the run, or None if they were not amended.
+        sends_bytes_per_s: The sending rate of the last large payload.
     """
 
     def __init__(
@@ -254,12 +259,12 @@ class HubConnection:
     # Before training
 
     def reach(self) -> None:
-        advice = " Each rank of a site calls the hub itself: its machine must reach the hub, and needs the keys."
+        advice = " Each rank of a site calls the hub directly, so its machine must reach the hub and needs the keys."
         self._insist(lambda: self._client.call("ping"), advice)
 
     def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
-        """Asks until there is an answer, for as long as patience allows, or, if the name is in use,
-        for as long as a dead process's lease lasts.
+        """Retries a request until there is an answer or the patience runs out. If the name is in
+        use, retries last only until the lease of a dead process would have ended.
         """
         began = self.now()
         warned_of = ""
@@ -279,7 +284,7 @@ class HubConnection:
                     ) from error
                 if str(error) != warned_of:
                     warned_of = str(error)
-                    log.warning("%s waits for its hub: %s", self.site, warned_of)
+                    log.warning("%s is waiting for its hub: %s", self.site, warned_of)
                 tries = min(tries + 1, 2)
 
     def agree(self, run_config: RunConfig) -> RunConfig:
@@ -317,7 +322,7 @@ class HubConnection:
             self._start(contribution)
 
     def prefetch(self, contribution: Contribution) -> None:
-        """Starts to fetch large payloads that will be needed if they count."""
+        """Starts fetching large payloads that may be needed."""
         if contribution.site == self.site or self._closed.is_set():
             return
         with self._changed:
@@ -352,7 +357,9 @@ class HubConnection:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
     def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
-        """Requests a state, excluding some sources, or payloads of rounds that the hub has lost."""
+        """Requests a state that does not come from the excluded sources, or payloads that the hub
+        has lost.
+        """
         about: Header = {"without": sorted(without)}
         if lacked:
             about["lacks"] = plain(lacked)
@@ -365,7 +372,7 @@ class HubConnection:
         try:
             answer = self._call("state", about)
         except Refused:
-            # After a rollback, rounds that this site has heard of may be gone.
+            # After a rollback, rounds that this site has received may no longer exist.
             self._say_hello()
             raise
         if answer.get("records"):
@@ -395,8 +402,8 @@ class HubConnection:
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
             raise ExchangeError(
                 f"A rank of {self.site} has not reached the hub for longer than"
-                f" patience={self._patience:.0f} s. The site's checkpoint contains its training:"
-                " restart it when the hub can be reached."
+                f" patience={self._patience:.0f} s. The site's training is saved in its checkpoint."
+                " Restart the site when the hub can be reached."
             )
         with self._changed:
             events = self._events
@@ -408,8 +415,8 @@ class HubConnection:
         return events
 
     def wait(self, timeout: float) -> bool:
-        """Waits for an event. Only the first rank does this; the other ranks return at once,
-        because they wait for the first.
+        """Waits for an event on the first rank. All other ranks return immediately, because they
+        wait for the first rank elsewhere.
         """
         return not self._rank and self._client.wait(
             self._changed, lambda: bool(self._events or self._error), timeout
@@ -445,7 +452,9 @@ class HubConnection:
                 future.add_done_callback(self._pending.discard)
 
     def fail(self, error: Exception) -> None:
-        """Notes an error. Errors are expected at the end, when threads find connections closed."""
+        """Stores an error. After the connection has closed, errors in threads are expected and not
+        logged.
+        """
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
         with self._changed:
@@ -455,7 +464,7 @@ class HubConnection:
     def _call(
         self, name: str, about: Mapping[str, object] | None = None, body: bytes = b""
     ) -> Header:
-        """Makes a call to the hub; only the first rank does, for all ranks."""
+        """Makes a call to the hub on behalf of all ranks. Only the first rank calls the hub."""
         if self._rank:
             return {}
         return self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
@@ -470,14 +479,14 @@ class HubConnection:
             self._submit("senders", self._send, contribution)
 
     def _send(self, contribution: Contribution) -> None:
-        """Sends the payloads of a contribution until they are accepted or the contribution is
-        overtaken.
+        """Sends the payloads of a contribution repeatedly until the hub accepts them or the
+        contribution is overtaken.
         """
         try:
             tries = 0
             while (blobs := self._unsent(contribution)) is not None:
-                # A site retries at once when the hub is back. If the hub refuses, it retries less
-                # and less often, regardless of new hellos.
+                # A site retries immediately when the hub is back. If the hub refuses, the site
+                # retries less and less often, regardless of new hellos.
                 nudge = self._nudge
                 is_refused = False
                 try:
@@ -503,7 +512,7 @@ class HubConnection:
                 self._outbox.end(contribution)
 
     def _unsent(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns the payloads of a contribution while it may count and the hub accepts calls."""
+        """Returns the payloads of a contribution that may still count, or None."""
         return None if self._closed.is_set() else self._outbox.blobs_of(contribution)
 
     def _is_taken(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> bool:
@@ -537,7 +546,9 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Announces a record once all required payloads have arrived, or some are gone."""
+        """Fetches the required payloads of a record and then announces the record, even if some
+        payloads are gone.
+        """
         wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
         blobs = self._blobs(wanted)
         with self._changed:
@@ -545,13 +556,13 @@ class HubConnection:
                 # Early payloads that do not count are not needed.
                 if early.fragment == record.fragment and early.round <= record.round:
                     del self._early[key]
-            # A record of an earlier connection arrives again, or does not exist in a run that was
-            # founded again or rolled back.
+            # A record from an earlier connection arrives again, or no longer exists in a run that
+            # was refounded or rolled back.
             if self.records.fetching.pop(record.key, None) or self._rank:
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Announces a record, and forgets this site's contribution to its round or to an earlier
+        """Announces a record and drops this site's contribution to that round or to an earlier
         one.
         """
         self._outbox.drop(record)
@@ -563,8 +574,8 @@ class HubConnection:
             self._changed.notify_all()
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
-        """Returns blobs; small ones are fetched in one stream and large ones concurrently. None if
-        some are gone.
+        """Fetches blobs, small ones in a single stream and large ones concurrently. Returns None if
+        some blobs are gone.
         """
         with self._changed:
             blobs = self._outbox.blobs()
@@ -600,7 +611,9 @@ class HubConnection:
         )
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Retries after a connection breaks, unless the hub resends everything on the next one."""
+        """Retries a fetch after a connection breaks, unless the hub will resend everything on a new
+        connection.
+        """
         tries = 0
         while True:
             try:
@@ -653,8 +666,8 @@ class HubConnection:
                 self._hear_lost(hub_event, event.header.get("kind") == "Missing")
 
     def _hear_record(self, record: Record) -> None:
-        # A record is announced at once if its payloads are of no use, and otherwise when these are
-        # here.
+        # If its payloads are useless, a record is announced immediately. Otherwise, it is announced
+        # when the payloads have arrived.
         with self._changed:
             if self.records.is_dropped(record):
                 self._close(record, None)
@@ -703,7 +716,7 @@ class HubConnection:
         self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
-        """Fetches the payloads of waiting records, as far as memory allows."""
+        """Fetches the payloads of waiting records within the memory limit."""
         with self._changed:
             unread = sum(
                 isinstance(event, Recorded) and event.blobs is not None for event in self._events

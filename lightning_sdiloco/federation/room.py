@@ -1,7 +1,7 @@
-"""The space at a hub: which blobs its store keeps, when it drops the others, and when a snapshot is
-needed to make space.
+"""Manages the space at a hub by deciding which blobs the store keeps and when to request a snapshot
+to free space.
 
-The coordinator owns the `Room` of its run, and holds its lock for every call except `back_up`.
+The coordinator owns the `Room` of its run and holds its lock during every call except `back_up`.
 """
 
 import logging
@@ -39,10 +39,11 @@ _VERIFYING = 2
 
 
 class RecordIndex:
-    """Finds records in the journal by fragment and round, and the payloads that they name.
+    """An index of the records in the journal by fragment and round, with the payloads that they
+    name.
 
     Args:
-        base: For each fragment, the round after which its records begin.
+        base: For each fragment, the round before the first record.
     """
 
     def __init__(self, base: Sequence[int]) -> None:
@@ -63,20 +64,22 @@ class RecordIndex:
         return sum(map(len, self._numbers))
 
     def next_number(self, fragment: int, round: RoundNumber) -> int | None:
-        """Returns the number of the first record after a round; None if there is none."""
+        """Returns the number of the first record after a round, or None if there is no such
+        record.
+        """
         position = max(0, round - self._base[fragment])
         numbers = self._numbers[fragment]
         return numbers[position] if position < len(numbers) else None
 
     def rounds_before(self, number: int) -> list[int]:
-        """Returns the last round of every fragment among the records before a number."""
+        """Returns the last round of each fragment in the records before the given number."""
         rounds = []
         for base, numbers in zip(self._base, self._numbers, strict=True):
             rounds.append(base + sum(earlier < number for earlier in numbers))
         return rounds
 
     def keys_from(self, rounds: Sequence[int]) -> set[str]:
-        """Returns the keys of payloads since the given rounds, and forgets those of earlier
+        """Returns the payload keys since the given rounds and discards the keys of earlier
         rounds.
         """
         kept_keys = set[str]()
@@ -89,12 +92,12 @@ class RecordIndex:
 
 
 class Room:
-    """Decides which blobs the store of a run keeps.
+    """The rules for which blobs the store of a run keeps.
 
     Args:
-        lock: The coordinator's lock, which `back_up` holds only while it lists what to copy.
-        is_new: True if the run has not been founded. Otherwise, the hub was restarted and does not
-            know who sent the existing blobs, so it tidies at the next interval.
+        lock: The coordinator's lock. `back_up` holds the lock only while listing what to copy.
+        is_new: Whether the run has not been founded yet. A restarted hub does not know the senders
+            of existing blobs and therefore first tidies the store after the next interval.
 
     Attributes:
         unnamed: The blobs that no message has named yet.
@@ -134,7 +137,7 @@ class Room:
         self._copying = threading.Lock()
 
     def follow(self, ledger: Ledger, index: RecordIndex) -> None:
-        """Takes the ledger of the run, which was founded, restarted or rolled back."""
+        """Uses a new ledger after the run was founded, restarted or rolled back."""
         self._ledger = ledger
         self._index = index
 
@@ -147,7 +150,7 @@ class Room:
     # Blobs to keep
 
     def keep_unnamed(self, key: str, sender: Peer) -> None:
-        """Keeps a blob that a message may still name."""
+        """Keeps a blob that may still be named by a message."""
         lease = self._ledger.terms.lease if self._ledger else _TIDY_EVERY
         self.unnamed.add(key, sender, self._clock(), lease)
 
@@ -162,7 +165,7 @@ class Room:
         return needed
 
     def tidy(self) -> None:
-        """Drops unneeded blobs at intervals, which are shorter if rounds close quickly."""
+        """Drops unneeded blobs at regular intervals, which are shorter if rounds close quickly."""
         ledger = self._founded
         now = self._clock()
         if now < self._tidy_at and ledger.seq < self._tidy_after:
@@ -174,21 +177,21 @@ class Room:
         self._store.retain(self.needed() | self.unnamed.keys(now) | self._backing_up)
 
     def drop(self, key: str) -> None:
-        """Immediately drops a large blob that is no longer needed."""
+        """Drops a large blob immediately when it is no longer needed."""
         if key not in self._backing_up:
             self._store.drop(key)
 
     def back_up(self, folder: Path) -> int:
-        """Copies the ledger and blobs into a folder from which a hub can be started; returns the
-        number of records in it.
+        """Copies the ledger and blobs into a folder from which a hub can be started. Returns the
+        number of records in the copy.
 
-        It copies the run as of one moment, while the run continues. An incomplete copy does not
-        replace an earlier one.
+        The copy reflects the run at a single point in time, and the run continues during copying.
+        An incomplete copy never replaces an earlier one.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = BlobStore(folder / "hub.store")
         ledger = folder / "hub.sqlite"
-        assert isinstance(self._store, BlobStore), "what is in memory alone needs no copy"
+        assert isinstance(self._store, BlobStore), "an in-memory store has no backup"
         with self._copying:
             with self._lock:
                 records = self._founded.seq
@@ -212,17 +215,17 @@ class Room:
     # A full disk
 
     def refuse(self, error: NoSpace) -> None:
-        """Notes that the store has refused a blob for lack of space."""
+        """Stores the error of a blob that was rejected for lack of space."""
         self._refused_until = self._clock() + _LACKING
         self._refusal = str(error)
 
     def note_stored(self) -> None:
-        """Notes that there was space for a blob."""
+        """Clears an earlier lack of space after a blob was stored."""
         self._refused_until = self._clock()
 
     @property
     def trouble(self) -> str | None:
-        """The reason of an earlier lack of space, until something shows that there is space
+        """The error from a recent lack of space, or None once the store is known to have space
         again.
         """
         return self._refusal if self._clock() < self._refused_until else None
@@ -230,7 +233,7 @@ class Room:
     # Snapshots make space
 
     def ask_for_snapshot(self) -> None:
-        """Requests a site's state if it is time for a snapshot."""
+        """Requests the state of a site if a snapshot is due."""
         ledger = self._founded
         now = self._clock()
         if now < self._snapshot_at or not self._wants_snapshot(ledger):
@@ -243,8 +246,8 @@ class Room:
             self._states.ask_donor(donor, for_snapshot=True)
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Returns whether it is time for a snapshot: after a number of rounds, or earlier if there
-        is no space for their payloads.
+        """Returns whether a snapshot is due. Snapshots are due after a number of rounds, or earlier
+        if space for payloads is short.
         """
         rounds = [position.round for position in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
@@ -255,8 +258,8 @@ class Room:
         return free is not None and free < self.still_needs
 
     def drop_snapshots(self) -> None:
-        """Drops the snapshots that a verified one replaces, which soon also frees the payloads
-        before it.
+        """Drops the snapshots that a verified snapshot replaces. The payloads before the verified
+        snapshot are freed soon afterwards.
         """
         ledger = self._founded
         if not self._states.drop_all_but(ledger.snapshots.headers):
@@ -269,8 +272,8 @@ class Room:
 
     @property
     def still_needs(self) -> int:
-        """The additional bytes that the store needs before a snapshot makes space: payloads and a
-        state.
+        """The number of additional bytes that the store needs for payloads and a state before a
+        snapshot frees space.
         """
         ledger = self._founded
         nbytes = self._states.snapshot_bytes

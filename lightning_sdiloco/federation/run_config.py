@@ -1,5 +1,5 @@
-"""The run config on which a run is founded. A site with a different one is refused with the list of
-differences.
+"""The run config on which a run is founded. A site with a different run config is refused with a
+list of differences.
 """
 
 import math
@@ -39,7 +39,9 @@ _DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """The `Quorum` in the run config, from which every hub of the run makes the same object."""
+    """The `Quorum` as stored in the run config, from which every hub of the run creates the same
+    object.
+    """
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Json]
@@ -55,8 +57,8 @@ class ChosenQuorum:
 
 @dataclass(frozen=True)
 class Terms:
-    """The values that the hub and the sites must agree on to follow the same rules. Times are in
-    seconds.
+    """The values on which the hub and all sites must agree in order to follow the same rules. Times
+    are in seconds.
     """
 
     fragments: Annotated[int, range(MOST_FRAGMENTS + 1)]
@@ -87,7 +89,7 @@ class Terms:
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
                 f"overlap_steps={self.overlap_steps} is out of range: it must be below sync_every,"
-                f" which is {self.sync_every}. Choose a smaller one."
+                f" which is {self.sync_every}. Choose a smaller value."
             )
         if (
             self.dense_beginning is not None
@@ -95,7 +97,7 @@ class Terms:
         ):
             raise ValueError(
                 f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must be"
-                f" at most half of sync_every, which is {self.sync_every}. Choose a smaller one."
+                f" at most half of sync_every, which is {self.sync_every}. Choose a smaller value."
             )
 
     @cached_property
@@ -104,16 +106,16 @@ class Terms:
         return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
 
     def steps_before(self, fragment: int, round: RoundNumber) -> int:
-        """Returns the inner steps between the launch of a round and the previous launch."""
+        """Returns the number of inner steps between the launch of a round and the previous
+        launch.
+        """
         if self.dense_beginning is None:
             return self.sync_every
         launch_of = self.schedule.launch_of
         return launch_of(fragment, round) - launch_of(fragment, round - 1)
 
     def least_steps(self, round: RoundNumber) -> int:
-        """Returns the minimum number of inner steps, since a site last counted, with which it
-        launches for a round.
-        """
+        """Returns the minimum number of inner steps that a launch for a round must contain."""
         sync_every = self.sync_every
         if self.dense_beginning is not None and self.schedule.is_dense_round(round):
             sync_every = self.dense_beginning.sync_every
@@ -121,7 +123,7 @@ class Terms:
 
     @property
     def longest_wait(self) -> float:
-        """The maximum time for which a site stops training because a flight has not landed."""
+        """The maximum time that a site pauses training because a flight has not landed."""
         return self.grace + 1.0
 
     def is_last(self, round: RoundNumber) -> bool:
@@ -157,12 +159,14 @@ class RunConfig(Message):
         for index, parameters in enumerate(self.fragments):
             if len(dict(parameters)) < len(parameters):
                 raise ValueError(
-                    f"run_config.fragments[{index}] must name its parameters once each"
+                    f"run_config.fragments[{index}] must name each parameter only once"
                 )
 
     @cached_property
     def key(self) -> str:
-        """The key that identifies a run config; the first record of every fragment contains it."""
+        """The key that identifies a run config. The first record of every fragment contains this
+        key.
+        """
         return key_of(self.to_bytes())
 
     @cached_property
@@ -171,8 +175,8 @@ class RunConfig(Message):
         return sum(self.sizes(fragment).numel for fragment in range(len(self.fragments)))
 
     def sizes(self, fragment: int) -> Sizes:
-        """Returns the number of values in the parameters of a fragment and the bytes of its
-        untrained state.
+        """Returns the number of parameter values in a fragment and the sizes of its untrained
+        tensors.
         """
         numel = 0
         untrained = list[int]()
@@ -201,8 +205,8 @@ class RunConfig(Message):
         )
 
     def most_bytes_of(self, kind: str) -> int:
-        """Returns the maximum size of a payload or a part of a state, which is more than this
-        package ever sends.
+        """Returns the maximum size of a payload or a part of a state. The limit exceeds anything
+        that this package sends.
         """
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + self._most_untrained
 
@@ -212,7 +216,7 @@ class RunConfig(Message):
         return 16 * sum(self.sizes(fragment).sent(is_exact=True).most for fragment in fragments)
 
     def summary(self) -> dict[str, Json]:
-        """Returns the run config as a JSON object, without the names of parameters."""
+        """Returns the run config as a JSON object without parameter names."""
         summary: dict[str, Json] = plain(self)
         del summary["shards"]
         summary["key"] = self.key
@@ -221,7 +225,7 @@ class RunConfig(Message):
         return summary
 
     def differences(self, reference: "RunConfig") -> list[str]:
-        """Lists the differences from another run config; this one is "here", the other one
+        """Lists the differences from another run config. This run config is "here" and the other is
         "there".
         """
         ours = dict(_leaves(plain(self)))
@@ -233,10 +237,10 @@ class RunConfig(Message):
         ]
 
     def require_same(self, founded: "RunConfig") -> list[str]:
-        """Refuses this run config, which is a site's, if the run was founded on a different one.
+        """Raises Refused unless this site's run config matches the founding run config.
 
         A site with a different patch version may join if its arithmetic gives the same results on
-        known values. Such differences are returned.
+        known values. The method returns these differences.
         """
         patches = list[str]()
         refused = list[str]()
@@ -249,14 +253,15 @@ class RunConfig(Message):
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {founded.run!r}, which was founded on a different"
-                f" run config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train the same"
-                " model with the same settings and versions. Start this one with the run's."
+                f"This site cannot join the run {founded.run!r}, because the run was founded on a"
+                f" different run config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train"
+                " the same model with the same settings and versions. Start this site with the"
+                " values of the run."
             )
         return patches
 
     def _is_patch(self, founded: "RunConfig", package: str) -> bool:
-        """Returns whether two versions differ only in their patch number and compute the same
+        """Returns whether two versions differ only in the patch number and compute the same
         results.
         """
         ours = self.versions.get(package, "").split(".")
@@ -266,7 +271,7 @@ class RunConfig(Message):
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the dotted names of all values in a JSON object, each with its text."""
+    """Yields the dotted name and text of each value in a JSON object."""
     if isinstance(value, dict):
         for key, element in value.items():
             yield from _leaves(element, f"{name}.{key}" if name else key)

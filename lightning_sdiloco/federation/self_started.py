@@ -1,18 +1,19 @@
-"""A hub that starts itself: its host, its files, its keys, and its end.
+"""The life cycle of a hub that starts automatically, including its host, files and keys.
 
-[Note: a hub that starts itself] The first rank of the site on the hub's host starts the hub as a
-separate process if no hub answers there. That process survives the site: a site that is killed and
-restarted finds it. If the whole host dies, the hub continues from its ledger when the host is back.
-Two processes cannot serve one run, because the ledger is locked, even on a file system that several
-hosts share. The hub ends with the run, when all its sites have left or none has been connected for
-a while. Until then, the first rank's process keeps running, because some launchers end the
-processes that another one leaves behind.
+[Note: a hub that starts itself] If no hub answers on the hub's host, the first rank of the site on
+that host starts a hub as a separate process. The hub process survives the site, so a site that is
+killed and restarted finds the same hub. If the whole host fails, the hub continues from its ledger
+when the host is back. Two processes cannot serve the same run, because the ledger is locked, even
+on a shared file system. The hub ends when all sites have left or no site has been connected for a
+while. Until then, the first rank's process keeps running, because some launchers kill child
+processes when their parent exits.
 
-Each host reads its keys from the folder of the hub, which only their owner can read. A host that
-cannot access this folder asks the hub's process for its bundle, at the port before the hub's, if
-both are in a private network. There, whoever can reach the port gets the keys of a site, as whoever
-can reach the store of torch.distributed can become a rank. So the hub hands out keys for at most as
-many sites as found the run, and never those that a host has made in the folder.
+Each host reads its keys from the hub's folder. Only the owner of the keys can read them. A host
+that cannot access this folder requests its bundle from the hub's process, at the port below the
+hub's, if both are in a private network. Anyone who can reach this port gets the keys of a site, just
+as anyone who can reach the store of torch.distributed can become a rank. The hub therefore issues
+keys for at most as many sites as found the run, and never keys that a host has created in the
+folder.
 """
 
 import atexit
@@ -55,9 +56,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Place(NamedTuple):
-    """The place of a site: the address of its hub, the number of sites that found the run, and the
-    name of its host.
-    """
+    """The hub address, the number of founding sites, and the host name of a site."""
 
     hub: str
     sites: int
@@ -65,41 +64,41 @@ class Place(NamedTuple):
 
 
 def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
-    """Returns the place of this host. The launcher provides the address and number if the user does
-    not.
+    """Returns the place of this host. The launcher supplies the address and the number of sites if
+    the user does not.
     """
     launch = launch_of_host()
-    # A host that believed it was the only one would found a run alone.
+    # Otherwise, a host that sees no other hosts would found a run by itself.
     if sites is None and launch.hosts in (None, 1):
         raise ValueError(
-            f"The hub of run {run!r} is to start itself, but {launch.launcher} does not report"
-            " several hosts. Give their number, Federation(sites=2), or the address of a hub that"
-            " you have started, Federation(hub='ADDRESS:PORT')."
+            f"The hub of run {run!r} should start automatically, but {launch.launcher} does not"
+            " report several hosts. Set the number of hosts, as in Federation(sites=2), or the"
+            " address of a hub that you have started, Federation(hub='ADDRESS:PORT')."
         )
     sites = sites or launch.hosts or 1
     if hub is None:
         if launch.address is None or launch.port is None:
             raise ValueError(
-                f"The hub of run {run!r} is to start itself, but {launch.launcher} does not report"
-                " an address. Set MASTER_ADDR and MASTER_PORT, on all hosts, to an address and a"
-                " free port of the first one; under torchrun give Federation(hub='ADDRESS:PORT',"
-                " sites=...)."
+                f"The hub of run {run!r} should start automatically, but {launch.launcher} does not"
+                " report an address. On all hosts, set MASTER_ADDR and MASTER_PORT to an address"
+                " and a free port of the first host. Under torchrun, use"
+                " Federation(hub='ADDRESS:PORT', sites=...)."
             )
         hub = f"{launch.address}:{launch.port}"
     return Place(hub, sites, launch.host)
 
 
 class HubOfRun(NamedTuple):
-    """The hub that the hosts of a run start.
+    """The hub that is started by the hosts of a run.
 
     Attributes:
         run: The name of the run.
         address: The address and port.
-        sites: The number of sites that found the run.
+        sites: The number of founding sites.
         folder: The folder for the ledger, payloads, log and keys.
         is_here: True if the hub runs on this host.
-        keys: The user's folder of keys; None for the keys in the hub's own folder.
-        insecure: True if the hub serves without TLS.
+        keys: The user's folder of keys, or None for the keys in the hub's folder.
+        insecure: True if the hub runs without TLS.
     """
 
     run: str
@@ -123,7 +122,9 @@ class HubOfRun(NamedTuple):
         return self.folder / "keys"
 
     def prepare(self, site: str, patience: float) -> None:
-        """Starts the hub if this is its host and no hub answers, and gets the keys of this site."""
+        """Starts the hub if it belongs on this host and is not running yet. Also obtains the keys
+        of this site.
+        """
         if self.is_here:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.keys is None and not self.insecure:
@@ -137,13 +138,13 @@ class HubOfRun(NamedTuple):
 
     @property
     def keys_of_sites(self) -> Path | None:
-        """Returns the folder with the bundles of the sites; None without TLS."""
+        """The folder with the sites' key bundles, or None without TLS."""
         if self.insecure:
             return None
         return self.keys or self._made_keys
 
     def stay(self) -> None:
-        """Keeps this process running until the hub has ended, if the hub runs on this host."""
+        """Keeps this process running until the hub on this host has ended."""
         if self.is_here:
             atexit.register(self._await_end)
 
@@ -155,7 +156,7 @@ class HubOfRun(NamedTuple):
         return True
 
     def _make_keys(self) -> None:
-        """Makes an authority for this run atomically, unless there is one."""
+        """Creates an authority for this run atomically, unless one exists."""
         if self._made_keys.exists():
             return
         new = self.folder / f"keys.{secrets.token_hex(4)}.new"
@@ -224,24 +225,27 @@ class HubOfRun(NamedTuple):
                 deadline = min(deadline, now + _LATE_KEYS)
             if now > deadline:
                 raise ValueError(
-                    f"The hub of run {self.run!r} at {self.address} made its keys in"
-                    f" {self._made_keys} on its own host, but this host has no such folder, and could"
-                    " not ask for its keys over a private network, at the port before the hub's."
-                    " Give a folder that all hosts see (Federation(folder=...)), or make keys (sdiloco"
-                    " keys init) and give them to each host (Federation(keys=...)), or"
-                    " insecure=True where only these hosts reach the port."
+                    f"The hub of run {self.run!r} at {self.address} created its keys in"
+                    f" {self._made_keys} on its own host, but this host has no such folder. It"
+                    " could not request its keys over a private network either, at the port below"
+                    " the hub's. Use a folder that all hosts can access (Federation(folder=...)),"
+                    " or create keys (sdiloco keys init) and copy them to each host"
+                    " (Federation(keys=...)). If only these hosts can reach the port, you can set"
+                    " insecure=True."
                 )
             if now > warns_at:
                 warns_at = now + 6 * _FIRST_WARNING
                 _log.warning(
-                    "This host is waiting for the keys of the hub at %s, in %s.",
+                    "This host is waiting for the keys of the hub at %s in the folder %s.",
                     self.address,
                     self._made_keys,
                 )
             time.sleep(_MOMENT)
 
     def _start(self) -> None:
-        """Starts the hub and waits until it listens, or until another process has started it."""
+        """Starts the hub and waits until it is listening. Another process may have started the hub
+        first.
+        """
         arguments = json.dumps(self._asdict(), default=str)
         with self.log_file.open("a") as log:
             process = subprocess.Popen(
@@ -262,18 +266,18 @@ class HubOfRun(NamedTuple):
                 end = f"ended with code {process.returncode}" if has_ended else "does not listen"
                 text = self.log_file.read_text()[-_SHOWN_LOG:]
                 raise ValueError(
-                    f"The hub of run {self.run!r}, which starts itself at {self.address}, {end}."
-                    f" The end of {self.log_file}:\n{text}"
+                    f"The hub of run {self.run!r}, started automatically at {self.address}, {end}."
+                    f" Last lines of {self.log_file}:\n{text}"
                 )
             time.sleep(_MOMENT)
         _log.info(
-            "The hub for run %s is listening on %s; its log is %s", self.run, self.address, log.name
+            "The hub for run %s is listening on %s. Its log is %s", self.run, self.address, log.name
         )
 
     def _await_end(self) -> None:
         if self._answers(_LOOPBACK):
             _log.info(
-                "This process is waiting until the other sites have left the hub on this host."
+                "This process is waiting until all other sites have left the hub on this host."
             )
         with suppress(KeyboardInterrupt):
             while self._answers(_LOOPBACK):
@@ -288,7 +292,7 @@ def hub_of_hosts(
     keys: str | Path | None,
     insecure: bool,
 ) -> HubOfRun:
-    """Returns the hub that the hosts of a run start, from the perspective of this host."""
+    """Returns the hub of a run's hosts as seen from this host."""
     launch = launch_of_host()
     ((address, _),) = hub_addresses(hub)
     is_here = is_of_this_host(address)
@@ -297,8 +301,8 @@ def hub_of_hosts(
         is_here = launch.number == 0
     if is_here and keys is not None and not Path(keys).is_dir():
         raise ValueError(
-            f"keys={str(keys)!r} has the keys of a site, but the hub starts itself on this host and"
-            " needs its own: give the folder of sdiloco keys init here."
+            f"keys={str(keys)!r} contains the keys of a site, but the hub starts on this host and"
+            " needs its own keys. On this host, use the folder created by sdiloco keys init."
         )
     return HubOfRun(
         run,
@@ -336,7 +340,7 @@ def serve(hub: HubOfRun) -> None:
             patience = _ALL_LEFT if service.have_all_left else _NOBODY
             if time.monotonic() > used_at + patience:
                 break
-    _log.info("the hub of run %s has ended: its sites have left", hub.run)
+    _log.info("the hub of run %s has ended because its sites have left", hub.run)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""The hub's end of the connections to all sites. It identifies callers, transfers blobs and events,
-and leaves all decisions to the coordinator.
+"""The hub's side of the connections to all sites. The server identifies callers and transfers blobs
+and events. All decisions are made by the coordinator.
 """
 
 import logging
@@ -63,15 +63,15 @@ _Request = TypeVar("_Request")
 
 log = logging.getLogger(__name__)
 
-# Calls that are served at the same time. A site makes one for each of its connections, and one that
-# lasts.
+# The number of calls served at the same time. A site makes one call per connection and one
+# long-lived call.
 MAX_CALLS = 512
 _FOR_OPERATORS = 32  # additional calls that are reserved for operators
 _MOST_OF_ONE = {"site": 256}  # open calls per certificate, by role
 _MOST_OF_OTHERS = 32
 _SILENT = 10.0  # seconds within which a call must identify its caller
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-# The number of unread events of a peer; one more ends its connection.
+# The maximum number of unread events of a peer. One more event ends its connection.
 MAX_EVENTS = 1024
 MAX_WATCHING = 16  # concurrent watches per holder; a site needs one
 _GIVEN_UP = 600.0  # seconds without a connection after which an incomplete blob is dropped
@@ -82,7 +82,7 @@ _NOISE = random.Random(0).randbytes(CHUNK)  # answers to pings; no device on the
 
 
 class Session:
-    """A watching peer, and its events until it reads them."""
+    """A watching peer with its unread events."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -97,7 +97,7 @@ class Session:
             with suppress(queue.Empty):
                 while True:
                     self._waiting.get_nowait()
-            self.end(NoSpace(f"{self.peer.name!r} does not read its events."))
+            self.end(NoSpace(f"{self.peer.name!r} is not reading its events."))
 
     def end(self, error: Failure | None = None) -> None:
         if not self._ended:
@@ -105,7 +105,7 @@ class Session:
             self._waiting.put(error)
 
     def events(self, first: Iterable[Event], heartbeat: float) -> Iterator[Event]:
-        """Yields waiting events, or a heartbeat if there are none."""
+        """Yields pending events, or a heartbeat if there are none."""
         yield from first
         while True:
             try:
@@ -120,8 +120,8 @@ class Session:
 
 
 class Door:
-    """Admits calls before anything of them is read: a limited number per certificate, and none that
-    remains silent.
+    """Admission control for calls before their content is read. The number of calls per certificate
+    is limited, and silent calls are ended.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Door:
 
     @contextmanager
     def passed(self, context: Context, is_certified: bool) -> Iterator[None]:
-        """Holds a slot for a call for as long as the call lasts."""
+        """Holds a slot while a call is running."""
         role = "site"
         name = ""
         limit = MAX_CALLS
@@ -146,8 +146,7 @@ class Door:
             is_full = role != "operator" and total >= MAX_CALLS
             if is_full or self._open[role, name] >= limit:
                 raise HubUnreachable(
-                    f"{name!r} has {self._open[role, name]} calls open, of {total} in all: too"
-                    " many."
+                    f"{name!r} has too many open calls ({self._open[role, name]} of {total})."
                 )
             self._open[role, name] += 1
         try:
@@ -158,7 +157,7 @@ class Door:
                 self._open += Counter()  # drops peers without open calls
 
     def first(self, requests: Iterator[bytes], context: Context) -> bytes | None:
-        """Returns the first message of a stream, which must arrive within a time limit."""
+        """Waits for the first message of a stream for a limited time."""
         with self._lock:
             self._silent[context] = time.monotonic() + _SILENT
         try:
@@ -168,7 +167,7 @@ class Door:
                 del self._silent[context]
 
     def watch(self) -> None:
-        """Ends silent streams, until `close`."""
+        """Ends silent streams until `close` is called."""
         while not self._closed.wait(_AGAIN):
             with self._lock:
                 now = time.monotonic()
@@ -181,7 +180,7 @@ class Door:
 
 
 class Hub:
-    """Serves sites over gRPC, with TLS and certificates at both ends by default."""
+    """The server that sites call over gRPC, by default with TLS and certificates on both sides."""
 
     def __init__(
         self,
@@ -239,8 +238,8 @@ class Hub:
         self.port = self._bind(listen)
         if not self.port:
             raise ValueError(
-                f"listen={listen!r} cannot be used: give a free port and an address of this"
-                " machine."
+                f"listen={listen!r} cannot be used. Set listen to an address of this machine and a"
+                " free port."
             )
 
     def _add_handlers(self, service: str, handlers: dict[str, Extra]) -> None:
@@ -248,7 +247,7 @@ class Hub:
         self._server.add_generic_rpc_handlers((handler,))
 
     def _bind(self, listen: str) -> int:
-        """Returns the port on which the hub listens; 0 if the address is unavailable."""
+        """Returns the port on which the hub listens, or 0 if the address is unavailable."""
         bundle = self._bundle
         try:
             if bundle is None:
@@ -265,7 +264,9 @@ class Hub:
         self._serve()
 
     def is_serving(self) -> bool:
-        """Returns the health service's answer: whether the hub has started and is not ending."""
+        """Returns whether the health service reports that the hub has started and is not shutting
+        down.
+        """
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
         return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
 
@@ -282,12 +283,12 @@ class Hub:
 
     @property
     def is_in_use(self) -> bool:
-        """Returns whether a site is connected."""
+        """True if any site is connected."""
         return bool(self._of_site)
 
     @property
     def have_all_left(self) -> bool:
-        """Returns whether all sites that were connected have left on purpose."""
+        """True if all sites that ever connected have left deliberately."""
         with self._lock:
             return bool(self._has_left) and all(self._has_left.values())
 
@@ -311,31 +312,33 @@ class Hub:
     def _read(
         self, call: str, message: bytes | None, context: Context
     ) -> tuple[Peer, Header, Header, bytes]:
-        """Returns the caller, the whole header, the part that describes the call, and the body."""
+        """Returns the caller, the full header, the part of the header that describes the call, and
+        the body.
+        """
         if message is None:
-            raise Malformed("a call begins with a header.")
+            raise Malformed("a call must start with a header.")
         header, body = unpack(message)
         if call == "call":
             call = str(header.get("call"))[:80]
         peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
-        # While an incarnation of a site watches and has a lease, no earlier or later one may make
+        # While an incarnation of a site watches and has a lease, no other incarnation may make
         # calls.
         is_other = current is not None and current.peer.incarnation != peer.incarnation
         is_site = call not in LOOKING and peer.role == "site"
         if is_site and is_other and self._calls.is_present(peer.name):
             raise Busy(
-                f"the name {peer.name} is in use by a running process: incarnation"
-                f" {peer.incarnation!r} is not the one that watches."
+                f"the name {peer.name} is in use by a running process with a different incarnation"
+                f" than {peer.incarnation!r}."
             )
         return peer, header, header.get("about", {}), body
 
     # Blobs
 
     def _put(self, requests: Iterator[bytes], context: Context) -> bytes:
-        """Takes a part of a blob, or none. The answer says whether the blob is stored, or which
-        parts are missing.
+        """Receives a part of a blob, which may be empty. The answer reports that the blob is stored
+        or lists the missing parts.
         """
         peer, header, about, _ = self._read("put", self._door.first(requests, context), context)
         key = checked_key(header.get("key"))
@@ -355,14 +358,14 @@ class Hub:
     def _take(
         self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
     ) -> Ranges | None:
-        """Takes the pieces of a blob, starting at a position. Returns the missing parts, or None if
-        the blob is stored. If no parts are missing, another call is about to store it.
+        """Receives the pieces of a blob from a start position. Returns the missing parts, or None
+        if the blob is stored. An empty list means that another call is about to store the blob.
         """
         with suppress(Missing):
             self.store.size(key)
             return None
         upload = self._upload(peer, key, size)
-        # Some blobs are already complete: empty ones, and those whose sender asks what is missing.
+        # Empty blobs and blobs whose sender asks what is missing may already be complete.
         is_complete = not upload.missing
         for piece in pieces:
             is_complete = upload.take(start, piece) or is_complete
@@ -388,18 +391,21 @@ class Hub:
             if place not in self._arriving:
                 uploads = sum(sender[:2] == place[:2] for sender in self._arriving)
                 if uploads >= MAX_UPLOADS:
-                    raise NoSpace(f"{peer.name!r} is sending {MAX_UPLOADS} blobs already.")
+                    raise NoSpace(f"{peer.name!r} is already sending {MAX_UPLOADS} blobs.")
                 self._arriving[place] = self.store.begin(key, size)
             upload = self._arriving[place]
             upload.used = now
         if upload.size != size:
             raise Malformed(
-                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here."
+                f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} on this"
+                " one."
             )
         return upload
 
     def _get(self, message: bytes, context: Context) -> Iterator[bytes]:
-        """Sends a blob's size and then a part of it, or several small blobs in a row."""
+        """Sends either a blob's size followed by part of the blob, or several small blobs one after
+        another.
+        """
         _, header, _, keys = self._read("get", message, context)
         if keys:
             starts = range(0, len(keys), 32)
@@ -418,7 +424,7 @@ class Hub:
         for key in map(checked_key, keys):
             size = self.store.size(key)
             if size > CHUNK:
-                raise Refused(f"fetch a blob of {size:,} bytes on its own.")
+                raise Refused(f"a blob of {size:,} bytes must be fetched separately.")
             waiting += self.store.read(key, 0, size)
             if len(waiting) >= CHUNK:
                 yield bytes(waiting[:CHUNK])
@@ -448,7 +454,7 @@ class Hub:
         with self._lock:
             names = [watching.peer.name for watching in self._sessions]
             if names.count(peer.name) >= MAX_WATCHING:
-                raise NoSpace(f"{peer.name!r} watches {MAX_WATCHING} times already.")
+                raise NoSpace(f"{peer.name!r} already has {MAX_WATCHING} open watches.")
             self._sessions.append(session)
         try:
             first = self._calls.hello(peer, about)
@@ -459,7 +465,7 @@ class Hub:
                     self._of_site[peer.name] = session
                     self._has_left[peer.name] = False
                 if before is not None:
-                    before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
+                    before.end(Refused(f"site {peer.name!r} has opened a watch from elsewhere."))
             name = f"heartbeats-{secrets.token_hex(2)}"
             threading.Thread(
                 target=self._read_heartbeats,
@@ -500,7 +506,7 @@ class Hub:
     def _streaming(
         self, stream: Callable[[_Request, Context], Iterator[bytes]]
     ) -> Callable[[_Request, Context], Iterator[bytes]]:
-        """Returns a call that ends with a status if it fails and does not reveal internals to
+        """Wraps a call so that failures end it with a status code and reveal no internals to
         strangers.
         """
 
@@ -513,22 +519,22 @@ class Hub:
                     raise
                 codes = extra("grpc").StatusCode
                 if isinstance(error, Failure):
-                    # One line for each error, whatever a stranger has sent. The operator must make
-                    # space.
+                    # Each error is logged in one line, whatever a stranger has sent. NoSpace is an
+                    # error, because the operator must make space.
                     reason = " ".join(str(error).split())
                     level = logging.ERROR if isinstance(error, NoSpace) else logging.INFO
                     log.log(level, "%s: %s", context.peer(), reason)
                     code = getattr(codes, CODES.get(type(error), "INTERNAL"))
                     context.abort(code, reason[:1000])
                 log.exception("a call of %s failed", context.peer())
-                context.abort(codes.INTERNAL, "the hub failed; see its log.")
+                context.abort(codes.INTERNAL, "the hub failed. See the hub's log.")
 
         return guarded
 
     def _answering(
         self, answer: Callable[[_Request, Context], bytes]
     ) -> Callable[[_Request, Context], bytes]:
-        """Does the same as `_streaming` for calls with one answer."""
+        """Wraps a call that has a single answer, like `_streaming`."""
 
         def stream(request: _Request, context: Context) -> Iterator[bytes]:
             yield answer(request, context)
@@ -540,25 +546,27 @@ class Hub:
 def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
     if (keys is None) != insecure:
         raise ValueError(
-            "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init FOLDER"
+            "A hub needs either keys or insecure=True. Create keys with: sdiloco keys init FOLDER"
             " --run RUN."
         )
     if keys is None:
         warnings.warn(
-            "The hub serves without TLS: anyone who can reach its port can read and change"
-            " everything (insecure=True).",
+            "The hub runs without TLS (insecure=True), so anyone who can reach its port can read"
+            " and change everything.",
             stacklevel=3,
         )
         return None
     bundle = load(keys, "hub").bound(run)
     if bundle.identity.role != "hub":
         owner = f"{bundle.identity.role} {bundle.identity.name!r}"
-        raise ValueError(f"The keys belong to {owner}, but a hub needs its own: give hub.bundle.")
+        raise ValueError(
+            f"The keys belong to {owner}, but a hub needs its own keys. Use hub.bundle."
+        )
     return bundle
 
 
 def raise_limit_of_descriptors() -> None:
-    """Allows this process to open as many connections and files as the machine permits."""
+    """Raises this process's limit of open connections and files to the machine's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # Some systems allow less than they report.
@@ -567,9 +575,7 @@ def raise_limit_of_descriptors() -> None:
 
 
 def scarce_descriptors() -> str | None:
-    """Returns a warning if this process can open only a few more connections, where that is
-    known.
-    """
+    """Returns a warning if this process is known to be running out of descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or not _DESCRIPTORS.exists():
         return None
@@ -577,13 +583,13 @@ def scarce_descriptors() -> str | None:
     if used <= limit - _FEW_DESCRIPTORS:
         return None
     return (
-        f"{used:,} of {limit:,} descriptors are in use: connections of strangers may keep sites"
-        " out. Let a firewall admit the sites only, or raise the limit (ulimit -n)."
+        f"{used:,} of {limit:,} descriptors are in use, and connections from strangers may lock out"
+        " sites. Configure a firewall to admit only the sites, or raise the limit (ulimit -n)."
     )
 
 
 class HubService(Hub):
-    """Serves a run to its sites, from files on disk."""
+    """A hub that serves a run from files on disk."""
 
     def __init__(
         self,
@@ -602,14 +608,14 @@ class HubService(Hub):
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
-                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on"
-                " its machine: give a path. If that hub ends, restart it with its ledger; sites"
-                " continue training meanwhile."
+                f"ledger={str(ledger)!r} is a URL, but the ledger must be a file on the hub's"
+                " machine. Set ledger to a path. If the hub stops, restart it with the same ledger."
+                " Sites continue training in the meantime."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
-                f"backups={str(backups)!r} is not a place for copies: the run itself is in that"
-                " folder, and a copy would overwrite it. Give another folder, on another disk."
+                f"backups={str(backups)!r} is the folder of the run itself, and a backup would"
+                " overwrite the run. Choose a different folder on another disk."
             )
         if quorum is not None:
             imported(quorum)  # now, so that errors do not appear only when a site names it
@@ -641,7 +647,9 @@ class HubService(Hub):
         )
 
     def require_latest(self) -> None:
-        """Refuses to continue if another hub has started on this ledger; see [Note: two hubs]."""
+        """Raises ValueError if another hub has started on this ledger, as described in [Note: two
+        hubs].
+        """
         try:
             self._epoch.require()
         except HubUnreachable as error:
@@ -657,7 +665,8 @@ class HubService(Hub):
 
     @override
     def close(self, grace: float = 0.5) -> None:
-        # This comes first, because a copy in progress may take a long time to end.
+        # The health status changes first, because a copy in progress may take a long time to
+        # finish.
         self._health.enter_graceful_shutdown()
         self._closed.set()
         self._awake.set()
@@ -697,7 +706,7 @@ class HubService(Hub):
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:
-                log.exception("a periodic task of the hub failed, and will be retried")
+                log.exception("a periodic task of the hub failed and will be retried")
                 seconds = _AGAIN
             began = time.monotonic()
             self._awake.wait(seconds)

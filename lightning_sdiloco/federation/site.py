@@ -1,13 +1,14 @@
-"""The world of a site, whose fragments launch and land according to the rules of the federation.
+"""The training loop of a site, in which fragments launch and land according to the rules of the
+federation.
 
-The training thread owns the follower and calls the connection; see [Note: how a site uses its
-connection]. Encoding and averaging run in the background, and the training thread checks on them
-once per inner step. A site waits for the network only if the follower requires it.
+The training thread owns the follower and calls the connection, as described in [Note: how a site
+uses its connection]. Encoding and averaging run in the background, and the training thread checks
+their progress once per inner step. A site waits for the network only if the follower requires it.
 
 [Note: one site, many followers] Every rank has its own follower. The first rank calls the hub for
-all ranks, each rank transfers its own payloads, and all ranks get the same events, with the same
-time, after the same inner step. So all of them make the same decisions, and they need to agree only
-on the events. A record becomes an event once every rank has the payloads that it needs.
+all ranks, and each rank transfers its own payloads. All ranks receive the same events, with the
+same time, after the same inner step. All ranks therefore make the same decisions and need to agree
+only on the events. A record becomes an event when every rank has the payloads that it needs.
 """
 
 import io
@@ -86,13 +87,13 @@ class RankReport(NamedTuple):
     """The values that a rank reports to the other ranks of its site after an inner step.
 
     Attributes:
-        events: At the first rank, the kinds of new events, and their fields as plain values.
-        fetched: The keys of records whose payloads this rank has fetched (True) or has found to be
-            gone (False).
-        now: The time of this rank.
-        requests: The request bits that this rank sends to all ranks.
-        samples: The samples that this rank has trained on since the last report.
-        rate: The learning rate of its last inner step.
+        events: On the first rank, the kinds of new events with their fields as plain values.
+        fetched: The keys of records whose payloads this rank has fetched (True) or found to be
+            missing (False).
+        now: The current time on this rank.
+        requests: The request bits from this rank to all ranks.
+        samples: The number of samples on which this rank has trained since the last report.
+        rate: The learning rate of this rank's last inner step.
     """
 
     events: list[tuple[str, Json]]
@@ -104,8 +105,8 @@ class RankReport(NamedTuple):
 
 
 class SiteReport(NamedTuple):
-    """The combined report, which is the same at all ranks: new events, the time, the requests and
-    samples of all ranks, and their largest learning rate.
+    """The combined report, which is identical on all ranks. The report contains new events, the
+    time, the requests and samples of all ranks, and their largest learning rate.
     """
 
     events: list[SiteEvent]
@@ -117,7 +118,7 @@ class SiteReport(NamedTuple):
 
 def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result]:
     """Runs a task on every rank and returns all results. An error on one rank is raised on all
-    ranks, so that none waits for the others.
+    ranks so that no rank waits for another.
     """
     outcomes = ranks.attempt(task)
     for outcome in outcomes:
@@ -128,14 +129,14 @@ def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result
 
 
 class _Fetching(NamedTuple):
-    """A record that is not yet an event, and the ranks that have its payloads."""
+    """A record that has not become an event yet, with the ranks that have its payloads."""
 
     record: Record
     ranks: set[int]
 
 
 class SharedConnection:
-    """The connections of a site's ranks, as one; see [Note: one site, many followers] and
+    """The combined connection of a site's ranks, described in [Note: one site, many followers] and
     [Note: a site of several ranks].
 
     Attributes:
@@ -168,7 +169,7 @@ class SharedConnection:
         (self.hub,) = connections
 
     def agree(self, run_config: RunConfig) -> tuple[RunConfig, Terms]:
-        """Returns the run config of the run, and its current terms."""
+        """Returns the founding run config and the current terms of the run."""
 
         def ask() -> Json:
             return self._leads and [self.hub.agree(run_config).to_bytes(), plain(self.hub.amended)]
@@ -178,7 +179,7 @@ class SharedConnection:
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
     def hear(self, requests: int = 0, samples: int = 0, rate: float = 0.0) -> SiteReport:
-        """Returns the events since the last call, and the requests and training of all ranks."""
+        """Returns the events since the last call with the requests and training of all ranks."""
         if self._ranks.size == 1:
             return SiteReport(self.hub.events(), self.hub.now(), requests, samples, rate)
         values: list[Json] = on_all_ranks(
@@ -211,7 +212,9 @@ class SharedConnection:
         return RankReport(events, fetched, self.hub.now(), requests, samples, rate)
 
     def _read(self, plain_events: Sequence[tuple[str, Json]]) -> list[SiteEvent]:
-        """Returns the events of the first rank except records, which all ranks start to fetch."""
+        """Returns the first rank's events except records. All ranks start fetching the payloads of
+        the records.
+        """
         events = list[SiteEvent]()
         for kind, fields in plain_events:
             event: SiteEvent = read(SITE_EVENTS[kind], fields, kind.lower())
@@ -229,8 +232,8 @@ class SharedConnection:
         return events
 
     def _note_fetched(self, rank: int, key: str, is_available: bool) -> Recorded | None:
-        """Returns the event of a record once all ranks have its payloads, or one finds that they
-        are gone.
+        """Returns the event of a record when all ranks have its payloads or a rank reports that
+        they are missing.
         """
         fetching = self._fetching.get(key)
         if fetching is None:
@@ -244,8 +247,8 @@ class SharedConnection:
         return Recorded(fetching.record, blobs if is_available else None)
 
     def ready(self, pending: Mapping[int, Pending[Result]]) -> Collection[int]:
-        """Returns the background work that is ready at rank 0; the other ranks briefly wait for
-        theirs.
+        """Returns the keys of background work that is ready on rank 0. On other ranks, the same
+        work may need a brief wait.
         """
         if not pending:
             return ()
@@ -257,8 +260,8 @@ class SharedConnection:
 
 
 def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
-    """Returns the part of an outer state that belongs to a fragment: outer parameters, outer
-    optimizer and untrained state.
+    """Serializes a fragment's part of the outer state, with the outer parameters, the outer
+    optimizer and the untrained state.
     """
     parameters = to_parameters(
         fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
@@ -278,13 +281,13 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Part(NamedTuple):
-    """The outer state of a fragment that arrives from another site.
+    """The outer state of a fragment received from another site.
 
     Attributes:
         outer: This rank's shard of the outer state.
         untrained: The untrained state by name.
-        of_first: After the last round, the first site's values of tensors that sites keep as their
-            own.
+        of_first: After the last round, the first site's values of the tensors that each site keeps
+            for itself.
     """
 
     outer: OuterState
@@ -293,8 +296,8 @@ class Part(NamedTuple):
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> Part:
-    """Reads this rank's part, perhaps from a site with a different number of ranks. Received data
-    is never executed.
+    """Reads this rank's share of a part. The sending site may have a different number of ranks.
+    Received data is never executed.
     """
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
@@ -304,11 +307,11 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
         of_first = fragment.untrained.own.fitting(state["own"])
     except Exception as error:  # a stranger's file may be wrong in any way
         raise ValueError(
-            f"what arrived is not a state of fragment {fragment.index}: {error}"
+            f"the received data is not a state of fragment {fragment.index}: {error}"
         ) from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(
-            f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)}"
+            f"the received state of fragment {fragment.index} has {tuple(outer.values.shape)}"
             " values"
         )
     return Part(outer, untrained, of_first)
@@ -316,22 +319,22 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
 
 @dataclass
 class Launched:
-    """A flight of this site; ``encoded`` is None while the background encodes it."""
+    """A flight of this site. ``encoded`` is None while the background is encoding it."""
 
     flight: PendingFlight
     encoded: Encoded | None = None
 
 
 class Applying(NamedTuple):
-    """A record that the background applies, or has applied."""
+    """A record that is being applied or has been applied in the background."""
 
     record: Record
     pending: Pending[Stepped]
 
 
 class FederatedWorld:
-    """Launches and lands fragments according to the records of a federation; see [Note: how a site
-    uses its connection].
+    """Launches and lands fragments according to the records of a federation, as described in [Note:
+    how a site uses its connection].
     """
 
     def __init__(
@@ -388,7 +391,7 @@ class FederatedWorld:
         return all(progress.ended for progress in self.follower.fragments)
 
     def join(self, step: int) -> None:
-        """Waits until the hub has accepted this site, the site has a state, and all records so far
+        """Waits until the hub has accepted this site, the site has a state, and all closed rounds
         have landed.
         """
         self._step = step
@@ -411,16 +414,16 @@ class FederatedWorld:
         )
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step and its samples, which may differ between ranks; `hear` adds them
-        up.
+        """Counts an inner step and its samples. The number of samples may differ between ranks and
+        is summed by `hear`.
         """
         self._has_trained = True
         self._samples += samples
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches fragments that are due and returns their number. All ranks receive each other's
-        requests immediately.
+        """Launches due fragments and returns their number. All ranks receive each other's requests
+        immediately.
         """
         self._step = step
         self.requested = self.hear(self._rounds.requests.take())
@@ -445,7 +448,7 @@ class FederatedWorld:
         launch = launch._replace(
             buffers=buffers,
             is_dense=self._rounds.timetable.schedule.is_dense_round(begun.round),
-            # A site cannot know what others have changed, so it sends its own changes.
+            # A site does not know what other sites have changed, so it sends its own changes.
             travelling=tuple(fragment.untrained.changed_since(buffers)),
             step_time=self._rounds.step_clock.seconds,
         )
@@ -456,8 +459,8 @@ class FederatedWorld:
         self._encode(launch, begun, (began, time.perf_counter()))
 
     def _compare_rates(self) -> None:
-        """Warns once if this site's inner learning rate differs from that of the others. Each site
-        has its own schedule, which begins with its first step.
+        """Warns once if this site's inner learning rate differs from the rate of the other sites.
+        Each site has its own schedule, which starts with the site's first step.
         """
         rate = self._fragmented_model.inner.rate or None
         self.follower.inner_lr = rate
@@ -467,9 +470,9 @@ class FederatedWorld:
         self._has_compared_rates = True
         if max(rate, common_rate) > _UNLIKE_RATES * min(rate, common_rate):
             _log.warning(
-                "The inner learning rate of %s is %.3g, and the other sites' is %.3g. Each site's"
-                " schedule counts only its own steps: start it where the others are, and give all"
-                " sites the same max_steps.",
+                "The inner learning rate of %s is %.3g, but the other sites use %.3g. Each site's"
+                " schedule counts only the steps of that site. Start the schedule at the step of"
+                " the other sites, and set the same max_steps on all sites.",
                 self.follower.site,
                 rate,
                 common_rate,
@@ -490,7 +493,9 @@ class FederatedWorld:
         return self._rounds.background.start(in_one_stage())
 
     def _send(self, wait: bool = False) -> None:
-        """Sends launches that are already encoded, or all of them with ``wait``."""
+        """Sends all launches that are already encoded. With ``wait``, also waits for unfinished
+        launches and sends them.
+        """
         encoding: dict[int, Pending[Any]] = {
             index: launched.flight.pending
             for index, launched in self._launched.items()
@@ -517,7 +522,7 @@ class FederatedWorld:
         self._blobs = {key: blobs for key, blobs in self._blobs.items() if key in keys}
 
     def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands records that are due, and waits if the rules require it."""
+        """Lands due records and waits if the rules require it."""
         yield from self._land_ready(step)
         began = time.perf_counter()
         while self._waits and (longest_wait := self.follower.waits(step, self._now)) > 0.0:
@@ -527,14 +532,16 @@ class FederatedWorld:
         self._look_after()
 
     def land_all(self, step: int) -> Iterator[Landing]:
-        """Launches all training that the site holds, follows until it is recorded, and leaves."""
+        """Launches all held training, follows the run until this training is recorded, and
+        leaves.
+        """
         yield from self._end(step, lambda: True)
         if self._at_end is not None and self._topology.group_rank == 0:
             self._at_end()
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same as `land_all`, but waits no longer than for one landing, because a site
-        that must end has little time.
+        """Ends like `land_all`, but waits at most as long as for one landing, because a site that
+        must stop has little time.
         """
         deadline = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < deadline)
@@ -551,7 +558,7 @@ class FederatedWorld:
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Does nothing, because a site that ends takes no final mean while the others continue."""
+        """Does nothing, because a site that ends takes no final mean while other sites continue."""
         return iter(())
 
     def close(self) -> None:
@@ -570,7 +577,7 @@ class FederatedWorld:
         self._connection.hub.heartbeat(self.follower)
 
     def _give_again(self) -> None:
-        """Resends, at intervals, payloads of closed rounds that the hub may have lost."""
+        """Periodically resends payloads of closed rounds that the hub may have lost."""
         if self._now < self._give_again_at:
             return
         self._give_again_at = self._now + _AGAIN
@@ -579,7 +586,7 @@ class FederatedWorld:
                 self._give(contribution)
 
     def _give_after_rollback(self, welcome: Welcome) -> None:
-        """Resends flights whose rounds were closed but no longer are."""
+        """Resends flights whose rounds were reopened by a rollback."""
         if welcome.rolled_back:
             for contribution in self.follower.outstanding():
                 self._give(contribution)
@@ -593,8 +600,8 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
-        """Applies the next records in the background, if their payloads have arrived, and lands
-        those that are due.
+        """Applies the next records in the background if their payloads have arrived, and lands the
+        due records.
         """
         while True:
             self._apply_next()
@@ -617,7 +624,7 @@ class FederatedWorld:
                 return
 
     def _apply_next(self) -> None:
-        """Starts to apply, in the background, each fragment's next record."""
+        """Starts applying the next record of each fragment in the background."""
         for progress in self.follower.fragments:
             record = progress.records.get(progress.next_round)
             if record is None or progress.digest is None or record.key not in self._blobs:
@@ -657,8 +664,8 @@ class FederatedWorld:
         del self._applying[record.fragment]
         if action is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against different outer parameters from this"
-                " site's, so it fetches a state.",
+                "Round %d of fragment %d was measured against different outer parameters than this"
+                " site's, so this site fetches a state.",
                 record.round,
                 record.fragment,
             )
@@ -689,16 +696,16 @@ class FederatedWorld:
         left_out = record.without(self.follower.site)
         if left_out and (left_out.is_by_guard or left_out.reason == "not finite"):
             _log.warning(
-                "This site's contribution to round %d of fragment %d was left out: %s. It takes the"
-                " outer parameters of that fragment.",
+                "This site's contribution to round %d of fragment %d was left out: %s. The site"
+                " takes the outer parameters of that fragment.",
                 record.round,
                 record.fragment,
                 record.why(left_out.site),
             )
         if left_out and left_out.is_of_buffers:
             _log.warning(
-                "The buffers that this site sent for round %d of fragment %d were left out: %s. It"
-                " takes the outer ones.",
+                "The buffers that this site sent for round %d of fragment %d were left out: %s."
+                " The site takes the outer buffers.",
                 record.round,
                 record.fragment,
                 record.why(left_out.site),
@@ -706,21 +713,26 @@ class FederatedWorld:
         if action is MergeAction.DROP and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
             _log.warning(
-                "Round %d of fragment %d closed before this site's contribution arrived: it does"
-                " not count. If the next one is also late, it is carried. sdiloco status shows how"
-                " often that happens. If this is frequent, raise grace or overlap_steps, or let the"
-                " site send less.",
+                "Round %d of fragment %d closed before this site's contribution arrived, so the"
+                " contribution does not count. If the next contribution is also late, it is"
+                " carried. Run sdiloco status to see how often this happens. If late contributions"
+                " are frequent, raise grace or overlap_steps, or reduce the amount of data that"
+                " the site sends.",
                 record.round,
                 record.fragment,
             )
 
     def _judge_direction(self, direction: Direction | None) -> None:
-        """Warns if this site's contributions begin to point against the others'."""
+        """Warns if this site's contributions start to point against the other sites'
+        contributions.
+        """
         if direction is not None and self.follower.judge_direction(direction):
-            _log.warning("This site points against the others: %s", AGAINST_OTHERS)
+            _log.warning(
+                "This site's contributions point against the other sites: %s", AGAINST_OTHERS
+            )
 
     def _commit(self, record: Record, stepped: Stepped, action: MergeAction, steps: int) -> None:
-        """Applies an action to the values of a fragment, ``steps`` inner steps after the launch."""
+        """Applies an action to a fragment's values ``steps`` inner steps after the launch."""
         fragment = self._fragments[record.fragment]
         arrival = stepped.arrival
         if action is MergeAction.CARRY:
@@ -746,9 +758,7 @@ class FederatedWorld:
             fragment.tuning = None
 
     def _reported(self, record: Record, landing: Landing, encoded: Encoded | None) -> Landing:
-        """Returns the report of a landing from the perspective of this site, which is group 0 in
-        it.
-        """
+        """Returns a landing report in which this site is group 0."""
         site = self.follower.site
         topology = self._topology
         left_out = record.without(site)
@@ -777,8 +787,8 @@ class FederatedWorld:
     # Incoming events
 
     def hear(self, requests: int = 0) -> int:
-        """Handles the events since the last call, and says hello at the first call. Returns the
-        requests of all ranks.
+        """Handles the events since the last call and returns the requests of all ranks. The first
+        call sends the hello.
         """
         if not self._has_said_hello:
             self._has_said_hello = True
@@ -817,8 +827,8 @@ class FederatedWorld:
                 if self.follower.reachable:
                     self._is_alone = True
                     _log.warning(
-                        "%s The site continues to train without it, and sends its training when"
-                        " the hub is back.",
+                        "%s The site continues training without the hub and sends its training"
+                        " when the hub is back.",
                         event.why,
                     )
                 self.follower.lose(self._now)
@@ -829,20 +839,22 @@ class FederatedWorld:
                     self._refused.clear()
 
     def _enter(self, event: Welcomed) -> None:
-        """Enters the run at the hub's position."""
+        """Joins the run at the hub's position."""
         if not self._is_welcome(event.welcome):
             return
         self._drop_landed()
         self._give_after_rollback(event.welcome)
         if self._is_alone:
-            _log.warning("The hub is back: site %s sends its training.", self.follower.site)
+            _log.warning(
+                "The hub is back, and site %s is sending its training.", self.follower.site
+            )
         self._is_alone = False
         self._waits_for = ""
         snapshot = event.snapshot
         is_new = all(progress.digest is None for progress in self.follower.fragments)
         if is_new and snapshot and not any(position.round for position in snapshot.applied):
-            # At round 0, this site has the state on which the run was founded if its values are the
-            # same.
+            # At round 0, a site with the same values already has the state on which the run was
+            # founded.
             digests = self.digests()
             if list(snapshot.digests) == digests:
                 self.follower.found(digests)
@@ -858,7 +870,8 @@ class FederatedWorld:
             self._blobs[record.key] = event.blobs
 
     def _warn_of_waiting(self, why: str) -> None:
-        # Once for each reason. Nothing else would show why training does not begin.
+        # The warning appears once for each reason. Nothing else would show why training does not
+        # start.
         if why != self._waits_for:
             self._waits_for = why
             activity = "waits"
@@ -867,8 +880,8 @@ class FederatedWorld:
             _log.warning("Site %s %s: %s", self.follower.site, activity, why)
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Takes in the hub's position. A hub with fewer or different records is treated as gone,
-        because the right one may come back.
+        """Processes the hub's position and returns whether the hub is accepted. A hub with fewer or
+        different records counts as gone, because the right hub may return.
         """
         try:
             self._begin_again(self.follower.welcome(welcome))
@@ -877,7 +890,7 @@ class FederatedWorld:
                 raise
             if not self._has_parted:
                 _log.warning(
-                    "%s The site continues to train without that hub, for as long as patience"
+                    "%s The site continues training without that hub for as long as patience"
                     " allows.",
                     error,
                 )
@@ -898,7 +911,7 @@ class FederatedWorld:
         return digests_of(values, starts, self._topology.in_site)
 
     def _state(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
-        """Returns the state of this site if it is up to date or founds the run."""
+        """Returns this site's state if the state is up to date or the run is founded on it."""
         applied = tuple(progress.applied for progress in self.follower.fragments)
         header = StateHeader(applied, tuple(self.digests()))
         if not founding and not self.follower.follows:
@@ -914,14 +927,14 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _begin_again(self, fragments: Sequence[int]) -> None:
-        """Begins again from the outer values of fragments; see [Note: what an earlier incarnation
-        has launched].
+        """Restarts fragments from their outer values, as described in [Note: what an earlier
+        incarnation has launched].
         """
         if not fragments:
             return
         _log.info(
-            "This site's launches from before its restart are in open rounds, of fragments %s. It"
-            " continues from their outer parameters.",
+            "Launches from before this site's restart are in open rounds of fragments %s. The site"
+            " continues from the outer parameters of these fragments.",
             ", ".join(map(str, fragments)),
         )
         self._fragmented_model.cut_model.reshard()
@@ -934,15 +947,14 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _adopt(self, state: StateArrived) -> None:
-        """Adopts a state that arrived, where it is newer than this site's own."""
+        """Adopts the fragments of a received state that are newer than this site's state."""
         if not self.follower.wants_state:
             return
         fragments = self._fragments
         try:
             if len(state.parts) != len(fragments):
                 raise Refused(
-                    f"the state has {len(state.parts)} parts, but there are {len(fragments)}"
-                    " fragments"
+                    f"the state has {len(state.parts)} parts for {len(fragments)} fragments"
                 )
             parts = [
                 from_part(fragment, part)
@@ -963,8 +975,8 @@ class FederatedWorld:
         self._drop_landed()
 
     def _start_from(self, part: Part, fragment: FragmentState, action: MergeAction) -> None:
-        """Replaces the outer state of a fragment with one that arrived, and applies an action to
-        its local parameters.
+        """Replaces a fragment's outer state with a received one and applies an action to the local
+        parameters.
         """
         in_group = self._topology.in_group
         before = fragment.gathered(in_group)
@@ -989,7 +1001,9 @@ class FederatedWorld:
     # Checkpoints
 
     def state_dict(self) -> State:
-        """Returns the site's progress in the federation, and its flights once they are encoded."""
+        """Returns the site's progress in the federation and its flights, after encoding has
+        finished.
+        """
         self._send(wait=True)
         return {
             **self._rounds.state_dict(),
@@ -997,13 +1011,13 @@ class FederatedWorld:
         }
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Continues from the state of another incarnation of this site."""
+        """Continues from the saved state of another incarnation of this site."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
                 f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}:"
-                " each site resumes from its own. Give its checkpoint, or start without one: the"
-                " site then fetches a state."
+                " each site must resume from its own state. Use this site's checkpoint, or start"
+                " without a checkpoint. The site then fetches a state."
             )
         self.follower.load_state_dict(saved, self.digests())
         self._applying.clear()

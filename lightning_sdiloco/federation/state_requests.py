@@ -1,6 +1,7 @@
-"""States at the hub: a site that needs a state gets it from another site or from a snapshot.
+"""The handling of states at the hub. A site that needs a state receives it from another site or
+from a snapshot.
 
-The coordinator owns the `States` of its run, and holds its lock for every call.
+The coordinator owns the `States` of its run and holds its lock during every call.
 """
 
 import logging
@@ -29,11 +30,12 @@ from lightning_sdiloco.federation.wire import Missing
 
 log = logging.getLogger(__name__)
 
-# seconds after which another site is asked because the first has not begun to send its state
+# The request goes to another site if the first has not started sending its state after this many
+# seconds.
 _PATIENCE = 60.0
-# seconds that a site has to send a state, and that others have to fetch it
+# The time limit in seconds for sending a state and for fetching it.
 _SENDING = 3600.0
-# seconds after which a state for which the store had no space is requested again
+# A state for which the store had no space is requested again after this many seconds.
 _NO_ROOM = 30.0
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself keeps
 
@@ -41,8 +43,8 @@ Store = BlobStore | InMemoryStore
 
 
 class Need(NamedTuple):
-    """A site's need for a state: the excluded sources, and the rounds that the state must
-    include.
+    """A site's requirements for a state, with the excluded sources and the rounds that the state
+    must include.
     """
 
     without: frozenset[str] = frozenset()
@@ -51,19 +53,19 @@ class Need(NamedTuple):
 
 @dataclass
 class StateRequest:
-    """A request for a state, which serves all sites that need one in the meantime.
+    """A request for a state. The state is sent to every site that asks for one before the state
+    arrives.
 
     Attributes:
-        name: Identifies the request.
-        donor: The site that is asked.
-        until: The time at which another site is asked instead.
+        name: The identifier of the request.
+        donor: The site that must send the state.
+        until: The time at which the request goes to another site instead.
         founding: True if the run is founded on the state.
-        for_snapshot: True if the hub keeps it.
-        askers: The sites that need the state, with their needs.
-        state: The state, once the donor has named its blobs.
-        sent: The keys of blobs that the donor has sent or is sending.
-        lacks_room: True if the store had no space for some blob, so that the state will not be
-            complete.
+        for_snapshot: True if the hub keeps the state as a snapshot.
+        askers: The sites that need the state, with their requirements.
+        state: The state, available after the donor has named its blobs.
+        sent: The keys of the blobs that the donor has sent or is sending.
+        lacks_room: True if the store had no space for a blob, which makes the state incomplete.
     """
 
     name: str
@@ -78,8 +80,8 @@ class StateRequest:
 
 
 class Handed(NamedTuple):
-    """A state that sites are fetching. They may do so until ``until``, and all of them begin before
-    ``begun``.
+    """A state that sites are fetching. All fetches start before ``begun`` and may last until
+    ``until``.
     """
 
     parts: tuple[Payload, ...]
@@ -89,13 +91,13 @@ class Handed(NamedTuple):
 
 
 class States:
-    """The requests for states, and the states that the hub keeps.
+    """The open requests for states and the snapshots at the hub.
 
     Args:
-        notify: Sends an event to sites.
+        notify: A function that sends an event to sites.
 
     Attributes:
-        snapshots: The states that the hub keeps, by the name of their note, oldest first.
+        snapshots: The snapshots at the hub by note name, oldest first.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class States:
         return keys.union(*(request.sent for request in self._requests.values()))
 
     def _forget_fetched(self, ledger: Ledger) -> None:
-        """Forgets the states that no site is still fetching."""
+        """Removes the states that no site is fetching any more."""
         now = self._clock()
         sites = set(ledger.present(now))
         fetching = {site for site in sites if not ledger.members[site].follows}
@@ -139,7 +141,7 @@ class States:
     # Requests
 
     def ask(self, ledger: Ledger, site: str, need: Need) -> None:
-        """Gets a state for a site from a donor, which is asked, or from the snapshot."""
+        """Obtains a state for a site by requesting it from a donor or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         request = self._open_request(ledger, site, need)
@@ -157,8 +159,8 @@ class States:
             self._notify(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
         else:
             log.warning(
-                "%s needs a state, but no site has one: waiting for a site that comes back with"
-                " one",
+                "%s needs a state, but no site has one. Waiting for a site that returns with a"
+                " state",
                 site,
             )
             self._notify(event_of(Waiting(NO_STATE)), [site])
@@ -184,7 +186,7 @@ class States:
 
     @property
     def founds(self) -> bool:
-        """True if the founder has been asked."""
+        """True if the founder's state has been requested."""
         return any(request.founding for request in self._requests.values())
 
     @property
@@ -192,15 +194,15 @@ class States:
         return any(request.for_snapshot for request in self._requests.values())
 
     def note_sending(self, donor: str, key: str) -> None:
-        """Notes that a donor is sending a blob, and gives it time for the others."""
+        """Registers a blob that a donor is sending and extends the time for the remaining blobs."""
         for request in self._requests.values():
             if request.donor == donor and not request.lacks_room:
                 request.sent.add(key)
                 request.until = max(request.until, self._clock() + _SENDING)
 
     def note_no_room(self, donor: str) -> None:
-        """Notes that the store has no space for a donor's blob. After a while, another site, or the
-        same one, is asked.
+        """Reschedules a request because the store has no space for a donor's blob. The request is
+        repeated later, to the same site or to another one.
         """
         for request in self._requests.values():
             if request.donor == donor and not (request.lacks_room or request.state):
@@ -214,7 +216,7 @@ class States:
         return request if request and request.donor == donor else None
 
     def complete(self) -> list[tuple[StateRequest, Snapshot]]:
-        """Returns the requests whose states are in the store."""
+        """Returns the requests whose states have fully arrived in the store."""
         return [
             (request, request.state)
             for request in self._requests.values()
@@ -222,7 +224,7 @@ class States:
         ]
 
     def hand_on(self, request: StateRequest, state: Snapshot, lease: float) -> None:
-        """Ends a request: offers its state to the sites that need one."""
+        """Ends a request by offering the state to the sites that need one."""
         del self._requests[request.name]
         if request.askers:
             self._hand(state.parts, list(request.askers), lease)
@@ -245,8 +247,8 @@ class States:
         ]
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
-        """Asks another site if a donor does not answer, is gone, or sends no heartbeats; returns
-        whether the founder is one of these.
+        """Sends requests to other sites if the donor does not answer, has left, or sends no
+        heartbeats. Returns whether such a donor was the founder.
         """
         if not self._requests:
             return False
@@ -271,14 +273,14 @@ class States:
     # Snapshots
 
     def keep(self, state: Snapshot, notes: Mapping[str, bytes]) -> None:
-        """Keeps a state as a snapshot, with additional notes."""
+        """Stores a state as a snapshot, along with additional notes."""
         numbers = [int(name.partition("/")[2]) for name in self.snapshots]
         name = f"snapshot/{1 + max(numbers, default=-1):06d}"
         self._journal.note({**notes, name: encoded(plain(state))})
         self.snapshots[name] = state
 
     def drop_all_but(self, headers: Collection[StateHeader]) -> bool:
-        """Drops the other snapshots; returns whether there were any."""
+        """Drops all other snapshots and returns whether there were any."""
         dropped = []
         for name, snapshot in self.snapshots.items():
             if snapshot.header not in headers:
@@ -313,7 +315,7 @@ class States:
 
 
 def holds(store: Store, parts: Sequence[Payload]) -> bool:
-    """Returns whether blobs are in a store."""
+    """Returns whether all given blobs are in a store."""
     try:
         return all(store.size(part.key) == part.size for part in parts)
     except Missing:

@@ -1,5 +1,5 @@
-"""The durable storage of a hub: a ledger in one SQLite file, and blobs that are complete and synced
-before they become visible.
+"""The durable storage of a hub, with a ledger in one SQLite file and a blob store. Blobs become
+visible only when they are complete and synced.
 """
 
 import contextlib
@@ -48,20 +48,20 @@ MEMORY = ":memory:"  # used in place of a path: a ledger that is lost with the p
 
 
 class LedgerError(HubError):
-    """The file of a ledger cannot be used because it was truncated, altered or made by something
-    else, or is in use.
+    """The ledger file cannot be used, because it was truncated, was altered, was created by another
+    program, or is in use.
     """
 
 
 class SQLiteLedger:
-    """Numbered records and notes, which contain everything that a hub needs when it restarts.
+    """The numbered records and notes that a hub needs when it restarts.
 
     Attributes:
-        path: The file.
-        last: The number of the last record, or -1 without records.
+        path: The path of the ledger file.
+        last: The number of the last record, or -1 if there are no records.
         chain: The digest of all records and their numbers, in order.
-        before_write: A function, set by the hub, that is called before each write. If it raises an
-            error, nothing is written.
+        before_write: A function set by the hub and called before each write. If the function raises
+            an error, nothing is written.
     """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
@@ -75,7 +75,7 @@ class SQLiteLedger:
                 self._check_head()
             elif must_exist:
                 raise LedgerError(
-                    f"There is no ledger {self.path}. Give the path of this run's ledger."
+                    f"The ledger {self.path} does not exist. Use the path of this run's ledger."
                 )
             else:
                 _make(self.path)
@@ -97,7 +97,7 @@ class SQLiteLedger:
                 raise
             reason = str(error)
             if "locked" in reason:
-                reason = "another process has it open"
+                reason = "another process has the ledger open"
             raise self._unusable(reason) from error
 
     def _check_head(self) -> None:
@@ -106,13 +106,15 @@ class SQLiteLedger:
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
-            raise self._unusable("it is empty, or was truncated")
+            raise self._unusable("the file is empty or was truncated")
         if not head.startswith(b"SQLite format 3\0"):
-            raise self._unusable("it is not a database")
+            raise self._unusable("the file is not a database")
         (version,) = struct.unpack_from(">I", head, 60)
         (application,) = struct.unpack_from(">I", head, 68)
         if (application, version) != (_APPLICATION, _VERSION):
-            raise self._unusable("it is another kind of database, or of another version")
+            raise self._unusable(
+                "the file is a different kind of database or has a different version"
+            )
 
     def _verify(self) -> None:
         """Verifies all records and determines `last` and `chain`."""
@@ -123,18 +125,20 @@ class SQLiteLedger:
         ):
             chain = _chained(self.chain, seq, record) if isinstance(record, bytes) else b""
             if seq != self.last + 1 or chain != stored:
-                raise self._unusable(f"record {self.last + 1} has been altered, or is missing")
+                raise self._unusable(f"record {self.last + 1} was altered or is missing")
             self.last = seq
             self.chain = chain
 
     def append(
         self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None
     ) -> None:
-        """Writes a record, which must be the next one, together with notes."""
+        """Appends the record with the next number and writes notes in the same transaction."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if seq != self.last + 1:
-                raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
+                raise Refused(
+                    f"record {seq} is not the next one in a ledger of {self.last + 1} records."
+                )
             chain = _chained(self.chain, seq, record)
             row = (seq, bytes(record), chain)
             self._write(("insert into records values (?, ?, ?)", row), notes or {})
@@ -153,7 +157,7 @@ class SQLiteLedger:
             yield after, bytes(row[0])
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """Durably writes named notes, all or none of them. A value of None deletes the note."""
+        """Writes named notes durably and atomically. A value of None deletes the note."""
         with self._lock:
             self._write(None, notes)
 
@@ -166,14 +170,16 @@ class SQLiteLedger:
         return {name: bytes(value) for name, value in rows}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """Permanently drops all but the first records and updates notes to match, atomically."""
+        """Permanently drops all records after the first ``count`` and updates notes in the same
+        transaction.
+        """
         with self._lock:
             self._write(("delete from records where seq >= ?", (count,)), notes)
             self._verify()
 
     def back_up(self, path: Path) -> None:
-        """Copies the whole ledger to another file while it is in use. The file appears once it is
-        complete.
+        """Copies the whole ledger to another file, even while the ledger is in use. The copy
+        appears only when complete.
         """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
@@ -218,14 +224,15 @@ class SQLiteLedger:
         except sqlite3.Error as error:
             if "full" in str(error):
                 raise NoSpace(
-                    f"there is no space left for the ledger {self.path}: nothing was written."
+                    f"there is no space left for the ledger {self.path}, so nothing was written."
                 ) from error
             raise self._unusable(str(error)) from error
 
     def _unusable(self, reason: str) -> LedgerError:
         return LedgerError(
-            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path of"
-            " this run's ledger, or an intact copy; without a file there a new one is made."
+            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Use the path of"
+            " this run's ledger or of an intact copy. If the path does not exist, a new ledger is"
+            " created."
         )
 
 
@@ -263,7 +270,9 @@ Ranges = list[list[int]]
 
 
 def united(ranges: Ranges, start: int, end: int) -> Ranges:
-    """Returns ranges united with one more: 0 to 2 and 5 to 6, united with 1 to 5, give 0 to 6."""
+    """Adds a range to a list of ranges and merges overlaps. For example, adding 1 to 5 to the
+    ranges 0 to 2 and 5 to 6 gives 0 to 6.
+    """
     union: Ranges = []
     for first, last in sorted([*ranges, [start, end]]):
         if union and first <= union[-1][1]:
@@ -274,7 +283,7 @@ def united(ranges: Ranges, start: int, end: int) -> Ranges:
 
 
 def lacking(ranges: Ranges, size: int) -> Ranges:
-    """Returns the ranges of a blob that are missing from the given ones."""
+    """Returns the gaps between the given ranges of a blob."""
     gaps: Ranges = []
     position = 0
     for first, last in [*ranges, [size, size]]:
@@ -285,7 +294,7 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """Blobs by digest, in a folder on this machine or under an fsspec URL where objects appear
+    """A store of blobs by digest, in a local folder or under an fsspec URL where objects appear
     atomically.
     """
 
@@ -296,8 +305,7 @@ class BlobStore:
             self._files, root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise ValueError(
-                f"The store {self.url!r} cannot be opened: {error}. Give a folder, or a URL of"
-                " fsspec."
+                f"The store {self.url!r} cannot be opened: {error}. Use a folder or an fsspec URL."
             ) from error
         self._blobs = f"{root.rstrip('/')}/blobs"
         self._folder = Path(self._blobs) if isinstance(self._files, LocalFileSystem) else None
@@ -309,13 +317,13 @@ class BlobStore:
             self.spool.mkdir(exist_ok=True)
 
     def drop_incomplete(self) -> None:
-        """Drops incomplete blobs that an earlier process left behind."""
+        """Drops incomplete blobs that were left behind by an earlier process."""
         for path in self.spool.iterdir():
             path.unlink()
 
     @property
     def free(self) -> int | None:
-        """The number of free bytes, if known."""
+        """The number of free bytes, or None if it is unknown."""
         return None if self._folder is None else shutil.disk_usage(self._folder.parent).free
 
     def put(self, blob: Bytes) -> str:
@@ -334,8 +342,7 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the bytes that the store {self.url} holds do not match digest {key}: they have"
-                " been altered."
+                f"the store {self.url} contains altered bytes that do not match digest {key}."
             )
         return blob
 
@@ -361,7 +368,7 @@ class BlobStore:
             raise Missing(f"{self._blobs}/{key} does not exist.") from None
 
     def copy(self, source: "BlobStore", key: str) -> None:
-        """Copies a blob from another store, piece by piece."""
+        """Copies a blob piece by piece from another store."""
         size = source.size(key)
         upload = self.begin(key, size)
         with upload.discarded_on_error():
@@ -380,7 +387,7 @@ class BlobStore:
             sync_folder(self._folder)
 
     def retain(self, keys: Collection[str]) -> int:
-        """Drops all blobs except these; returns the number of dropped blobs."""
+        """Drops all blobs except the given ones and returns the number of dropped blobs."""
         dropped = 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
@@ -409,7 +416,7 @@ class InMemoryStore:
 
     def get(self, key: str) -> bytes:
         if key not in self._blobs:
-            raise Missing(f"there is no blob {key}.")
+            raise Missing(f"blob {key} does not exist.")
         return self._blobs[key]
 
     verify = get
@@ -427,7 +434,7 @@ class InMemoryStore:
 
 
 class Upload:
-    """A blob on its way into a store, whose pieces arrive in any order and from several threads."""
+    """An upload of a blob, whose pieces may arrive in any order and from several threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int) -> None:
         self.key = key
@@ -450,25 +457,27 @@ class Upload:
                 buffering=0,
                 opener=lambda path, flags: os.open(path, flags, 0o600),
             )
-        # A disk that is too small is noticed now; bytes that were not sent take no space.
+        # A disk that is too small is detected now, because bytes that have not been sent take no
+        # space.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
             raise NoSpace(
-                f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored."
+                f"there is no space left in {store.spool} for {size:,} bytes, so nothing was"
+                " stored."
             )
 
     def take(self, start: int, piece: Bytes) -> bool:
-        """Writes a piece that has arrived, and returns whether the blob is complete."""
+        """Writes a received piece and returns whether the blob is complete."""
         end = start + len(piece)
         if not piece or end > self.size:
             raise Malformed(
-                f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes."
+                f"bytes {start:,} to {end:,} are outside the blob of {self.size:,} bytes."
             )
         with _reporting_full_disks(self._store.spool):
             with self._lock:
                 arrived = united(self._arrived, start, end)
                 if len(arrived) > _MOST_RANGES:
-                    raise Malformed("a blob must arrive in parts without gaps.")
+                    raise Malformed("a blob has arrived with too many gaps between its parts.")
                 if arrived != self._arrived:  # a repeated piece changes nothing
                     self._write(start, piece)
                     self._arrived = arrived
@@ -493,7 +502,7 @@ class Upload:
         return lacking(self._arrived, self.size)
 
     def commit(self) -> None:
-        """Makes the blob visible under its name once it is complete and synced."""
+        """Verifies and syncs the complete blob and makes it visible under its name."""
         with self._committing, self.discarded_on_error(), _reporting_full_disks(self._store.spool):
             if self._committed:
                 return
@@ -502,7 +511,7 @@ class Upload:
                 _digest(lambda start, end: os.pread(handle, end - start, start), self.size)
                 != self.key
             ):
-                raise Altered(f"the bytes that arrived are not those announced as {self.key}.")
+                raise Altered(f"the received bytes do not match the announced key {self.key}.")
             os.fsync(self._handle())
             self._store.store(self._path, self.key)
             self._committed = True
@@ -522,7 +531,7 @@ class Upload:
 
     def _handle(self) -> int:
         if self._given_up:
-            raise Missing(f"the upload of {self.key} was given up: send it again.")
+            raise Missing(f"the upload of {self.key} was abandoned. Send the blob again.")
         return self._file.fileno()
 
 
@@ -542,12 +551,12 @@ def _reporting_full_disks(place: object) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise NoSpace(
-            f"there is no space left in {place} ({error.strerror}): nothing was stored."
+            f"there is no space left in {place} ({error.strerror}), so nothing was stored."
         ) from error
 
 
 def write_synced(path: Path, content: Bytes) -> None:
-    """Writes and syncs a new file that only its owner may read. If this fails, there is no file."""
+    """Writes and syncs a new file that only the owner may read. On failure, no file remains."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:

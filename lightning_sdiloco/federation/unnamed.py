@@ -1,7 +1,7 @@
-"""Blobs that no message has named yet: a site first sends a blob, and then the message that names
-it.
+"""Blobs that no message has named yet. A site sends a blob first and then the message that names
+the blob.
 
-The coordinator owns the `UnnamedBlobs` of its run, and holds its lock for every call.
+The coordinator owns the `UnnamedBlobs` of its run and holds its lock during every call.
 """
 
 from collections import defaultdict
@@ -17,21 +17,21 @@ _LONGEST = 3600.0
 
 @dataclass
 class _Unnamed:
-    """A blob that is kept until the lease of its sender ends, but never beyond ``latest``."""
+    """A blob that is kept until its sender's lease ends, but never beyond ``latest``."""
 
     until: float
     latest: float
 
 
 class UnnamedBlobs:
-    """Keeps each blob while its sender has a lease and may still name it."""
+    """The blobs of senders that have a lease and may still name them."""
 
     def __init__(self) -> None:
         # By sender: the sender's blobs by key.
         self._blobs: defaultdict[Peer, dict[str, _Unnamed]] = defaultdict(dict)
 
     def add(self, key: str, sender: Peer, now: float, lease: float) -> None:
-        """Notes a blob that is arriving or has arrived; it is kept for at least one lease."""
+        """Adds a blob that is arriving or has arrived. The blob is kept for at least one lease."""
         self._blobs[sender][key] = _Unnamed(now + lease, now + _LONGEST)
 
     def renew(self, sender: Peer, until: float) -> None:
@@ -40,7 +40,7 @@ class UnnamedBlobs:
             unnamed.until = max(unnamed.until, until)
 
     def discard(self, payloads: Iterable[Payload], sender: Peer) -> None:
-        """Notes that no other message of a sender will name these blobs."""
+        """Removes blobs that no further message of the sender will name."""
         for payload in payloads:
             self._blobs.get(sender, {}).pop(payload.key, None)
 

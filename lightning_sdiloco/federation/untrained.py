@@ -1,10 +1,10 @@
-"""Untrained state on the wire, which follows the values of a fragment in payloads and in the hub's
-mean.
+"""The wire format of untrained state, which follows the values of a fragment in payloads and in the
+hub's mean.
 
-A site sends the tensors that it has changed. One bit for each tensor says whether its bytes follow;
-averaged tensors are sent in float32 or float64. Kinds and sizes are in the run config. A payload
-for a last round also carries the tensors that sites keep as their own, such as teachers. This
-module does not use torch, because a hub also reads the state.
+A site sends only the tensors that it has changed. One bit per tensor indicates whether its bytes
+follow. Averaged tensors are sent in float32 or float64. The run config contains the kinds and sizes
+of all tensors. A payload for the last round also contains the tensors that each site keeps for
+itself, such as teachers. This module does not import torch, because a hub also reads the state.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """The sizes of the parts of a fragment.
+    """The sizes of a fragment's parts.
 
     Attributes:
-        numel: The number of values in its parameters.
-        untrained: The bytes of each tensor of its untrained state.
-        dtypes: For each of these, numpy's name for the dtype of its mean; empty if sites take the
-            tensor from the first site.
-        own: The bytes of each tensor that sites keep as their own until the last round.
-        numbers: The names of the dtypes of all these tensors in torch, if a hub reads them.
+        numel: The number of parameter values.
+        untrained: The size of each untrained tensor in bytes.
+        dtypes: For each untrained tensor, numpy's name for the dtype of the mean. The name is empty
+            if all sites use the tensor of the first site.
+        own: The size in bytes of each tensor that sites keep for themselves until the last round.
+        numbers: The torch dtype names of all these tensors, if a hub reads them.
     """
 
     numel: int
@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of the tensors that a site sends, which in a last, exact round include
-        its own ones.
+        """Returns the sizes of the tensors that a site sends. In the last, exact round, these
+        include the tensors that the site keeps for itself.
         """
         if not is_exact:
             return self
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The bytes that are sent if nothing has changed: one bit for each tensor."""
+        """The number of bytes sent if nothing has changed, with one bit per tensor."""
         return -(-len(self.untrained) // 8)
 
     @property
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
-    r"""Returns the bytes to send for the tensors that have changed, which are given by index.
+    r"""Packs the changed tensors, given by index, into the bytes to send.
 
     Examples:
         >>> sizes = Sizes(numel=10, untrained=(4, 2, 3), dtypes=("<f4", "", ""))
@@ -65,7 +65,7 @@ def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
 
 
 def unpacked(sent: bytes, sizes: Sizes) -> dict[int, bytes]:
-    """Returns the tensors that were sent. If the length is wrong, nothing is considered changed."""
+    """Unpacks the tensors that were sent. If the length is wrong, the result is empty."""
     bits = int.from_bytes(sent[: sizes.least], "little")
     changed = dict[int, bytes]()
     position = sizes.least

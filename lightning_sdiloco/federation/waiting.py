@@ -1,5 +1,5 @@
-"""Predicts the sites for which the rounds of a federation wait, by applying the quorum as the hub
-does, with the times of a plan.
+"""Predicts which sites the rounds of a federation wait for. The quorum is applied in the same way
+as at the hub, with the times from a plan.
 """
 
 import math
@@ -48,14 +48,14 @@ def waits(
     steps: int,
     step_time: float,
 ) -> Waits:
-    """Simulates rounds of ``steps`` inner steps, after which every site sends, until the quorum has
+    """Simulates rounds in which every site sends after ``steps`` inner steps, until the quorum has
     settled.
     """
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(
             f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there are"
-            f" {len(ways)}: no round would ever close. Give a smaller quorum."
+            f" only {len(ways)}, so no round would ever close. Choose a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
     deadline = min(arrives.values()) + grace
@@ -95,7 +95,7 @@ def _record(
 def _closes(
     quorum: Quorum, arrives: Mapping[str, float], awaited: Collection[str], deadline: float
 ) -> float:
-    """Returns the time at which a round closes. The hub checks at each contribution and at the
+    """Returns the time at which a round closes. The hub checks after each contribution and at the
     deadline.
     """
     for now in sorted({*arrives.values(), deadline}):

@@ -1,5 +1,4 @@
-"""Parts that both ends of a connection between a site and its hub share: errors, sizes, messages,
-and gRPC options.
+"""The errors, size limits, message format and gRPC options shared by a site and its hub.
 
 A message is a strict JSON header followed by raw bytes. Nothing is ever unpickled.
 """
@@ -20,29 +19,29 @@ MAX_RECORD = 128 << 10  # bytes of the largest record, which names blobs but doe
 
 
 class HubError(RuntimeError):
-    """A hub could not do what was requested. Retrying may help, except after `Refused`."""
+    """The hub could not perform a request. Retrying may help."""
 
 
 class HubUnreachable(HubError):
-    """The hub does not answer now, but may do so later. The message may or may not have arrived,
-    and may be resent.
+    """The hub does not answer now but may answer later. The request may or may not have arrived and
+    can be resent.
     """
 
 
 class Denied(Refused):
-    """The certificate does not belong to the caller or does not allow the call."""
+    """The certificate does not belong to the caller or does not permit the call."""
 
 
 class Busy(HubError):
-    """The name is in use elsewhere. Retrying may help."""
+    """The name of the site is in use elsewhere. Retrying may help."""
 
 
 class NoSpace(HubError):
-    """The store is full, or its limit is reached. Its blobs are unchanged."""
+    """The store is full or has reached its limit. Stored blobs are unchanged."""
 
 
 class Missing(HubError):
-    """There is no blob under this key: it never existed or has been dropped."""
+    """The store has no blob with this key, because the blob never existed or was dropped."""
 
 
 class Altered(HubError):
@@ -53,26 +52,27 @@ Failure = HubError | Refused  # the errors that a call to a hub may raise
 
 
 def checked_key(key: object) -> str:
-    """Returns its argument if it has the form of a key, so that it is a safe file name."""
+    """Validates and returns a key, which is then safe as a file name."""
     if not isinstance(key, str) or not KEY.fullmatch(key):
-        raise Malformed(f"{str(key)[:80]!r} is not a key: a key has 64 hexadecimal digits.")
+        raise Malformed(f"{str(key)[:80]!r} is not a key. A key consists of 64 hexadecimal digits.")
     return key
 
 
 def checked_size(size: object, limit: int, kind: str) -> int:
     if type(size) is not int or size < 0:
-        raise Malformed(f"the size of a {kind} is a whole number, not {str(size)[:80]!r}.")
+        raise Malformed(f"the size of a {kind} must be a whole number, not {str(size)[:80]!r}.")
     if size > limit:
-        raise Refused(f"a {kind} of {size:,} bytes is too large: the limit is {limit:,}.")
+        raise Refused(f"a {kind} of {size:,} bytes is too large. The limit is {limit:,} bytes.")
     return size
 
 
 Extra = Any
-"""An object from a package that `extra` imports; annotations must not need the package."""
+"""An object from a package that `extra` imports. Annotations use this alias so that the package is
+not required."""
 
 Channel = Extra
 Context = Extra
-"""In gRPC, a connection of a site and a call at the hub."""
+"""A site's gRPC connection, and a gRPC call at the hub."""
 
 
 def extra(module: str) -> ModuleType:
@@ -82,13 +82,13 @@ def extra(module: str) -> ModuleType:
         name = module.split(".")[0]
         package = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}.get(name, name)
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install everything a federation"
-            " needs: pip install 'lightning-sdiloco[federated]'"
+            f"A federation needs {package}, which is not installed. Install all packages for a"
+            " federation: pip install 'lightning-sdiloco[federated]'"
         ) from error
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
-    """Returns the seconds to wait after failed attempts, which grow and are randomized."""
+    """Returns a randomized delay in seconds that grows with the number of failed attempts."""
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
@@ -97,7 +97,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Json]
 
 PROTOCOL = 4  # version of the messages
-# The oldest version of a site that a hub supports; the hub of a run is updated before its sites.
+# The oldest version of a site that a hub supports. The hub of a run is updated before its sites.
 OLDEST = 3
 # Bytes of the largest piece of a blob in a stream, after the header.
 CHUNK = 256 << 10
@@ -115,18 +115,18 @@ def pack(header: Header, body: Bytes = b"") -> bytes:
         raise Malformed(f"the header of a message cannot be written as JSON: {error}") from error
     if len(text) > MAX_HEADER or len(body) > CHUNK:
         raise Malformed(
-            f"a message has at most {MAX_HEADER:,} bytes of header and {CHUNK:,} of body."
+            f"a message is limited to {MAX_HEADER:,} bytes of header and {CHUNK:,} of body."
         )
     return b"".join((_LENGTH.pack(len(text)), text, body))
 
 
 def unpack(message: bytes) -> tuple[Header, bytes]:
     if len(message) < _LENGTH.size:
-        raise Malformed("a message is shorter than the length of its header.")
+        raise Malformed("a message is too short to contain the length of its header.")
     (length,) = _LENGTH.unpack_from(message)
     end = _LENGTH.size + length
     if length > MAX_HEADER or end > len(message):
-        raise Malformed(f"a header of {length:,} bytes does not fit.")
+        raise Malformed(f"a header of {length:,} bytes is too long for the message.")
     header = decoded(message[_LENGTH.size : end], MAX_HEADER)
     if not isinstance(header, dict):
         raise Malformed("the header of a message is not a JSON object.")
@@ -156,10 +156,11 @@ LONGEST_CONNECTING_MS = 20_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
-    # Separate connections; by default, gRPC shares one between channels to the same address.
+    # Each channel uses a separate connection. By default, gRPC shares one connection between
+    # channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # This also limits the time for connecting: a site 2 s away needs 12 s.
+    # This option also limits the time for connecting. A site 2 s away needs 12 s.
     ("grpc.min_reconnect_backoff_ms", LONGEST_CONNECTING_MS),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
@@ -178,7 +179,7 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_metadata_size", 8 << 10),
-    # A stranger that connects and sends nothing is disconnected; a site 2 s away needs 12 s.
+    # A client that connects and sends nothing is disconnected. A site 2 s away needs 12 s.
     ("grpc.server_handshake_timeout_ms", LONGEST_CONNECTING_MS),
 ]
 
@@ -192,7 +193,7 @@ CODES: Mapping[type[HubError | Refused], str] = {
     Missing: "NOT_FOUND",
     Altered: "DATA_LOSS",
 }
-"""The status code of each error, from which the other side restores the error."""
+"""The status code of each error. The receiver recreates the error from the code."""
 
 ERRORS: Mapping[str, type[HubError | Refused]] = {code: error for error, code in CODES.items()}
 

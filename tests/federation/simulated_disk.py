@@ -42,7 +42,7 @@ class SimulatedDisk:
 
     def lock(self, owner: "SimulatedJournal") -> None:
         if self.owner is not None:
-            raise LedgerError("another process has it open")
+            raise LedgerError("another process has the ledger open")
         self.owner = owner
 
     def require_room(self) -> None:
@@ -86,7 +86,9 @@ class SimulatedJournal:
 
     def append(self, seq: int, record: Bytes, notes: Notes | None = None) -> None:
         if seq != self.last + 1:
-            raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
+            raise Refused(
+                f"record {seq} is not the next one in a ledger of {self.last + 1} records."
+            )
         self._require_new(seq)
         self._begin()
         self.disk.records[seq] = bytes(record)
@@ -170,7 +172,7 @@ class SimulatedStore:
 
     def _require_announced(self, key: str, blob: Bytes) -> None:
         if known_key(blob) != key:
-            raise Refused(f"the bytes that arrived are not those announced as {key}.")
+            raise Refused(f"the received bytes do not match the announced key {key}.")
 
     def _sync_content(self, key: str) -> None:
         self.disk.unsynced_contents.discard(key)
@@ -190,7 +192,7 @@ class SimulatedStore:
     def read(self, key: str) -> bytes:
         """Returns a blob as it is on the disk."""
         if key not in self.disk.blobs:
-            raise Missing(f"there is no blob {key}.")
+            raise Missing(f"blob {key} does not exist.")
         return self.disk.blobs[key]
 
     def size(self, key: str) -> int:

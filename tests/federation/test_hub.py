@@ -86,7 +86,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
     caplog.set_level("INFO", "lightning_sdiloco")
     world.start(sites=2)
     first = world.join("a")
-    world.run(lambda: "1 more sites are needed" in "".join(first.messages))
+    world.run(lambda: "Sites still missing: 1" in "".join(first.messages))
     assert not world.status()["founded"]
     world.join("b")
     world.rounds(4)
@@ -118,7 +118,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(
     # An operator evicts a site. It stays out, also at a hub that was started again, and comes as a
     # new incarnation.
     evicted = world.sites.pop("c")
-    with pytest.raises(Refused, match="there is no site 'd' here"):
+    with pytest.raises(Refused, match="site 'd' is not connected"):
         world.ask("boss", "evict", who="d")
     world.ask("boss", "evict", who="c")
     require_eviction(world, evicted.connection)
@@ -157,14 +157,17 @@ def test_forbidden_messages_of_a_member_are_refused_and_the_run_continues(world:
     stranger = world.client("b")
     for send, message in (
         (lambda: stranger.send(b"bytes", {"kind": "payload"}), "has not said hello"),
-        (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
+        (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob must be a run config"),
         (lambda: stranger.send(b"{}", {"kind": "run_config"}), "runconfig lacks"),
         (lambda: stranger.call("contribute", {}, b"{}"), "contribution lacks"),
         (lambda: stranger.call("contribute", {}, b"\xff" * 99), "not JSON"),
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
         (lambda: stranger.call("state", {"without": 3}), "without is not a list"),
-        (lambda: world.ask("boss", "amend", terms="grace"), "terms is not a JSON object"),
-        (lambda: world.ask("boss", "amend", terms={"H": 3}), "'H' cannot be amended: only rounds"),
+        (lambda: world.ask("boss", "amend", terms="grace"), "the terms are not a JSON object"),
+        (
+            lambda: world.ask("boss", "amend", terms={"H": 3}),
+            "'H' cannot be amended. Amendable terms are rounds",
+        ),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
     ):
         with pytest.raises(Refused, match=message):
@@ -259,7 +262,7 @@ def test_announced_payloads_take_no_room_and_cannot_exceed_the_needs_of_the_run(
     member: Any = world.join("a")
     world.rounds(1)
     for kind in ("payload", "state"):
-        with pytest.raises(Refused, match=f"a {kind} of .* bytes is too large for this run"):
+        with pytest.raises(Refused, match=f"a {kind} of .* bytes exceeds this run's limit"):
             member.connection._client.send(bytes((1 << 20) + CHUNK), {"kind": kind})
     assert world.folder.joinpath("hub.store").stat().st_mode & 0o077 == 0
 
@@ -307,7 +310,7 @@ def test_a_lost_quorum_is_named_everywhere_and_a_returning_one_closes_rounds_aga
     train_for(site, TERMS.lease)
     assert site.rounds == rounds
     # All hear of it who can do something: operators, the log, and the sites that are there.
-    lost = "rounds need 2 sites (quorum), but only 1 here: a. Missing: b (gone)"
+    lost = "rounds need 2 sites (quorum), but only these are present: a. Missing: b (gone)"
     status = world.status()
     assert status["lost_quorum"]
     assert status["trouble"].startswith(lost)
@@ -352,7 +355,7 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
     world.service.close()
     shutil.rmtree(first)
     for folder in (copy, copy / ".." / "copy"):
-        with pytest.raises(ValueError, match="the run itself is in that folder"):
+        with pytest.raises(ValueError, match="is the folder of the run itself"):
             world.start(ledger=copy / "hub.sqlite", backups=folder)
     world.start(ledger=copy / "hub.sqlite", backups=first)
     records = world.status()["records"]
@@ -395,7 +398,7 @@ def test_a_run_whose_ledger_is_lost_is_founded_again_from_the_state_of_its_sites
             assert now > before
     # It continues after a restart, gives a joiner a state, and is not founded once more.
     world.service.close()
-    with pytest.raises(ValueError, match="start the hub without --refound"):
+    with pytest.raises(ValueError, match="Start the hub without --refound"):
         world.start(3, again, refound=True)
     world.start(ledger=again)
     world.join("site-a", seed=5)
@@ -654,7 +657,7 @@ def test_payloads_that_rot_or_vanish_in_the_store_are_named_and_sent_again(
     record = lose_payloads(world)
     world.more(2)
     where = f"payloads of round {record.round} of fragment 0"
-    assert sum(f"{where} are gone from the store" in text for text in caplog.messages) == 1
+    assert sum(f"{where} are missing from the store" in text for text in caplog.messages) == 1
     for site in world.sites.values():
         assert site.donors == []
     world.run(lambda: world.status()["trouble"] is None)
@@ -750,7 +753,7 @@ def test_a_contribution_of_several_ranks_counts_once_every_ranks_payload_is_ther
     assert second.sends_bytes_per_s > 0
     assert restarted.sends_bytes_per_s == 0
     world.service.close()
-    with pytest.raises(ExchangeError, match="Each rank of a site calls the hub itself"):
+    with pytest.raises(ExchangeError, match="Each rank of a site calls the hub directly"):
         world.connect("a", patience=0.0).reach()
 
 

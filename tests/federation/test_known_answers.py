@@ -198,7 +198,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
     ledger.skip("b", incarnation(), Call(0, 1), 1.1)
     assert close(ledger, 1.1) == ["a"]
     assert offer(ledger, B) == [Answer.LATE]
-    with pytest.raises(Refused, match="builds on records that are not here"):
+    with pytest.raises(Refused, match="builds on records that this hub lacks"):
         offer(ledger, contribution("a", round=3))
     with pytest.raises(Refused, match="different history"):
         ledger.contribute(replace(contribution("a", 2), previous="11" * 32), incarnation(), 1.0)
@@ -225,10 +225,12 @@ def test_lasting_ties_and_non_finite_values_are_errors_and_evicted_sites_stay_ou
     ledger = ledger_of("ab")
     offer(ledger, A, OTHER_B)
     assert close(ledger, 5.0) == []
-    with pytest.raises(AgreementError, match="a hold 0000000000000007; b hold 0000000000000008"):
+    with pytest.raises(
+        AgreementError, match="a with digest 0000000000000007; b with digest 0000000000000008"
+    ):
         close(ledger, 15.0)
     ledger.evict("b")
-    with pytest.raises(Refused, match="b was evicted from the run: ask its operator"):
+    with pytest.raises(Refused, match="b was evicted from the run. Ask the operator"):
         heartbeat(ledger, "b", 15.0)
     assert close(ledger, 15.0) == ["a"]
     with pytest.raises(Refused, match="evicted"):
@@ -313,7 +315,7 @@ def test_a_lost_quorum_names_the_sites_that_are_missing_and_what_to_do() -> None
     heartbeat(ledger, "a", 5.0)
     lost = ledger.lost_quorum(11.0)
     assert lost is not None
-    assert "only 1 here: a. Missing: b (silent)" in lost
+    assert "only these are present: a. Missing: b (silent)" in lost
     assert "--quorum" in lost
     assert ledger.lost_quorum(99.0) is None, "nobody is there that waits"
     assert ledger_of("a", quorum=DynamicBackup(1.0)).lost_quorum(1.0) is None
@@ -644,8 +646,8 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
     for make, message in (
         (lambda: 0, "quorum=0 is out of range: it must be at least 1"),
         (lambda: 0.5, "neither a number of sites nor a Quorum"),
-        (WithATensor, "arguments that do not fit into the run config"),
-        (of_main, "of a class that the hub cannot import: __main__.Made"),
+        (WithATensor, "arguments that the run config cannot store"),
+        (of_main, "has a class that the hub cannot import: __main__.Made"),
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -730,7 +732,7 @@ def welcome(follower: Follower, closed: Record, **fields: Any) -> None:
 
 def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint() -> None:
     state = follower_of().state_dict()
-    with pytest.raises(ValueError, match="checkpoint was damaged"):
+    with pytest.raises(ValueError, match="checkpoint is damaged"):
         newcomer(2).load_state_dict(state, [DIGEST + 1])
     follower = follower_of(20)
     sent = launched(follower, 20, finite=False, norm_squared=float("nan"))
@@ -791,13 +793,13 @@ def test_a_hub_with_fewer_or_other_records_is_refused_and_records_come_in_any_or
         follower.learn(closed)
     assert follower.due(0) == [first]
     for parted in (replace(third, previous=RUN_CONFIG), replace(second, final=True)):
-        with pytest.raises(AgreementError, match="histories have parted"):
+        with pytest.raises(AgreementError, match="histories have diverged"):
             follower.learn(parted)
     learn_and_land(follower, (first, second, third))
     welcome(follower, third)
     with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, but a has applied 3"):
         welcome(follower, second)
-    with pytest.raises(AgreementError, match="histories have parted"):
+    with pytest.raises(AgreementError, match="histories have diverged"):
         welcome(follower, replace(third, final=True))
     behind = follower_of()
     welcome(behind, RECORDS[RETENTION - 1])
@@ -940,8 +942,8 @@ def test_a_state_is_verified_against_the_records() -> None:
     tenth = snapshot(*RECORDS[:10])
     for offered, digest, message in (
         (tenth, 8, "damaged"),
-        (snapshot(*RECORDS[:10], digest=8), 8, "differs from the others'"),
-        (snapshot(*RECORDS[:3]), DIGEST, "later records are gone"),
+        (snapshot(*RECORDS[:10], digest=8), 8, "differs from the other sites"),
+        (snapshot(*RECORDS[:3]), DIGEST, "later records are no longer available"),
         (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "different history"),
     ):
         with pytest.raises(Refused, match=message):

@@ -204,7 +204,7 @@ def test_a_teacher_that_is_not_finite_at_the_first_site_reaches_no_other(mean: s
 def test_payloads_and_terms_that_a_hub_cannot_average_are_refused() -> None:
     clipped = OuterOptimizer(clip_norm=1.0)
     for choices, message in (
-        ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
+        ({"compression": "int8"}, "a hub can decode only 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),
         ({"outer_optimizer": clipped}, "clip_norm=1 does not work with mean='hub'"),
     ):
@@ -218,5 +218,5 @@ def test_payloads_and_terms_that_a_hub_cannot_average_are_refused() -> None:
     with pytest.raises(Refused, match="do not have the sizes"):
         site.hub.coordinator._require_size(too_short)
     sharded = patch.object(config, "ShardedLayout", WholeLayout)
-    with sharded, pytest.raises(ValueError, match="sharded over the ranks"):
+    with sharded, pytest.raises(ValueError, match="sharded across ranks"):
         Site(VirtualHub(1), 0, **CHOICES)

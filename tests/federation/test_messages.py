@@ -228,7 +228,7 @@ def test_another_run_config_is_refused_with_its_differences_except_patch_version
         assert changed.key != RUN_CONFIG.key
         with pytest.raises(ValueError, match=re.escape(difference)):
             changed.require_same(RUN_CONFIG)
-    with pytest.raises(ValueError, match=r"fragments\[1\] must name its parameters once each"):
+    with pytest.raises(ValueError, match=r"fragments\[1\] must name each parameter only once"):
         replace(RUN_CONFIG, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
 
 

@@ -307,9 +307,14 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
             BY_TORCHRUN,
             None,
             2,
-            "torchrun does not report an address.* under torchrun give Federation",
+            "torchrun does not report an address.* Under torchrun, use Federation",
         ),
-        ({}, None, 2, "script does not report an address. Set MASTER_ADDR and MASTER_PORT"),
+        (
+            {},
+            None,
+            2,
+            "script does not report an address. On all hosts, set MASTER_ADDR and MASTER_PORT",
+        ),
     ):
         launched(variables)
         with pytest.raises(ValueError, match=message):
@@ -326,10 +331,13 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
 
 def test_arguments_that_contradict_a_hub_that_starts_itself_are_refused() -> None:
     for arguments, message in (
-        ({"hub": "a:1"}, "site=None is not a name"),
+        ({"hub": "a:1"}, "site=None is not a valid name"),
         ({"sites": 0}, "sites=0 is out of range: it must be a whole number of at least 1"),
-        ({"sites": 2, "hub": "a:1,b:1"}, "names 2 addresses, but a hub starts itself at one"),
-        ({"site": "site b"}, "site='site b' is not a name"),
+        (
+            {"sites": 2, "hub": "a:1,b:1"},
+            "names 2 addresses, but a hub that starts automatically has only one",
+        ),
+        ({"site": "site b"}, "site='site b' is not a valid name"),
     ):
         with pytest.raises(ValueError, match=message):
             Federation(RUN, **arguments)
@@ -350,7 +358,7 @@ def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
         hub_there._make_keys()
         (tmp_path / "hub").rename(tmp_path / "not-shared")
         hub_elsewhere = hub_there._replace(is_here=False)
-        with pytest.raises(ValueError, match=r"but this host has no such folder, .* Give a folder"):
+        with pytest.raises(ValueError, match=r"but this host has no such folder. .* Use a folder"):
             hub_elsewhere.prepare("b", patience=60.0)
         (tmp_path / "not-shared").rename(tmp_path / "hub")
         hub_elsewhere.prepare("b", patience=60.0)
@@ -439,7 +447,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     later = world.start(ledger=copy / "hub.sqlite")
     with pytest.raises(ValueError, match="This hub ends: another hub has started"):
         earlier.require_latest()
-    with pytest.raises(HubUnreachable, match="this one no longer writes to it"):
+    with pytest.raises(HubUnreachable, match="this hub no longer writes to it"):
         earlier.ledger.note({"ending": b"1"})
     later.require_latest()
     later.ledger.note({"ending": None})
@@ -450,7 +458,7 @@ def test_of_two_hubs_on_one_ledger_only_the_later_one_writes_and_is_followed(
     client.call("status")
     line.target = port
     line.cut()
-    until(lambda: "has followed a later hub of this run" in refusal_of(client))
+    until(lambda: "has already followed a later hub of this run" in refusal_of(client))
     line.close()
     client.close()
     earlier.close()

@@ -573,7 +573,7 @@ def test_a_site_that_drops_late_contributions_still_mixes(
     if mixing != 0.25:
         mixed = local_before + (outer - sent)
     assert torch.allclose(first_parameter(late), mixed, atol=1e-6)
-    assert "it does not count" in caplog.text
+    assert "the contribution does not count" in caplog.text
     run.train(30)
     # Their first launches were too late.
     run.lost[0, 0] += 8
@@ -644,7 +644,7 @@ def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
     warnings = [text for text in caplog.messages if "inner learning rate" in text]
     assert len(warnings) == 1, warnings
     (warning,) = warnings
-    assert f"of s2 is {rate:.3g}, and the other sites' is {rate / 10:.3g}" in warning
+    assert f"of s2 is {rate:.3g}, but the other sites use {rate / 10:.3g}" in warning
     sites: Any = first.hub.coordinator.status()["sites"]
     rates = [sites[f"s{index}"]["inner_lr"] for index in range(3)]
     assert rates == pytest.approx([rate / 10, rate / 9, rate])
@@ -775,8 +775,8 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     first.reconnect()
     train(sites, 2)
     gone, back = caplog.messages
-    assert "continues to train without it" in gone
-    assert back == "The hub is back: site s0 sends its training."
+    assert "continues training without the hub" in gone
+    assert back == "The hub is back, and site s0 is sending its training."
     caplog.clear()
     with patch.object(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full"))):
         train(sites, 12)
@@ -786,7 +786,7 @@ def test_a_site_logs_the_reason_of_a_wait_and_the_loss_and_return_of_its_hub(
     assert sorted(continuing) == [
         f"Site s{i} continues to train while no rounds close: the disk is full" for i in (0, 1)
     ]
-    assert over == "rounds can close again; this problem is resolved: the disk is full"
+    assert over == "rounds can close again, because this problem is resolved: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
@@ -822,7 +822,7 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     restarted(sites, earlier(hub, 6))
     train(sites, 20)
     assert not torch.equal(sites[0].local(), local_before)
-    warning = "The site continues to train without that hub"
+    warning = "The site continues training without that hub"
     warnings = [text for text in caplog.messages if warning in text]
     assert len(warnings) == 2, warnings
     restarted(sites, full_ledger)
@@ -836,7 +836,7 @@ def test_sites_train_on_while_the_hub_lacks_its_ledger_and_count_everything_late
     train(sites, 1)
     hub.passes(1.5)
     sites[0].reconnect()
-    with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub knows 2 rounds"):
+    with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub has 2 rounds"):
         train(sites, 1)
 
 
@@ -857,7 +857,7 @@ def test_sites_with_checkpoints_newer_than_a_backup_refound_the_run(
         site.resume(state)
     train(sites, 1)
     trouble = str(hub.coordinator.status()["trouble"])
-    assert "s0 has applied 4 rounds of fragment 0, and this ledger has 1" in trouble
+    assert "s0 has applied 4 rounds of fragment 0, but this ledger has only 1" in trouble
     assert "sdiloco hub --refound" in trouble
     assert caplog.messages.count(trouble) == 1
     assert any("sdiloco hub --refound" in text for text in caplog.messages if "Site s0" in text)
@@ -948,7 +948,7 @@ def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave(period: int) 
             train(sites, 1)
 
     message = (
-        "8 of the last 16 contributions of s2 to fragment . were left out, the last one because"
+        "8 of the last 16 contributions of s2 to fragment . were left out, most recently because"
     )
     with pytest.raises(AgreementError, match=f"{message} it is .* for s2 itself, .* of s0, s1"):
         train_with_a_constant()
@@ -1375,7 +1375,7 @@ def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> No
     train(sites, 40)
     assert [record.final for record in hub.records()] == [False] * 4 + [True]
     assert agree(sites)
-    with pytest.raises(Refused, match="the run has ended"):
+    with pytest.raises(Refused, match="the run or some of its fragments have ended"):
         hub.coordinator.amend({"rounds": 9})
 
 
@@ -1463,27 +1463,27 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"rounds": 2.0},
         "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least 1",
     ),
-    ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
+    ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string. Set hub to an address"),
     (
         {"hub": "a.example"},
-        "hub='a.example' is not an address: give one with a port, such as a.example:29400",
+        "hub='a.example' is not an address. Set hub to HOST:PORT, such as a.example:29400",
     ),
     (
         {"hub": "a.example:1,b.example"},
-        "hub='b.example' is not an address: give one with a port",
+        "hub='b.example' is not an address. Set hub to HOST:PORT",
     ),
     (
         {"hub": "a.example:99999"},
-        "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535",
+        "hub='a.example:99999' has port 99999, but a port must be a number from 1 to 65535",
     ),
     (
         {"hub": "a.example:0"},
-        "hub='a.example:0' has port 0: a port is a number from 1 to 65535",
+        "hub='a.example:0' has port 0, but a port must be a number from 1 to 65535",
     ),
     ({"hub": "a.example:port"}, "hub='a.example:port' is not an address"),
     (
         {"hub": "/mnt/run"},
-        "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one",
+        "hub='/mnt/run' is a folder or bucket, but sites connect to a hub. Start a hub",
     ),
     ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
     ({"insecure": False}, "site 'a' needs either keys or insecure=True"),

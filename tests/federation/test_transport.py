@@ -219,7 +219,7 @@ def test_keys_of_another_role_do_not_replace_those_of_the_hub(tmp_path: Path) ->
     folder = tmp_path / "keys"
     bundle = init_keys(folder, RUN)
     issued = bundle.read_bytes()
-    with pytest.raises(ValueError, match="keys of hub hub: keys for a site of that name"):
+    with pytest.raises(ValueError, match="keys of hub hub, and keys for a site of that name"):
         add_keys(folder, "hub")
     assert bundle.read_bytes() == issued
     assert add_keys(folder, "hub", role="hub").read_bytes() != issued
@@ -267,7 +267,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         lambda: next(site.events(lambda: header)),
         lambda: list(watcher.events(dict, lambda: header)),
     ):
-        with pytest.raises(Denied, match="site 'site-a' cannot act for 'site-b'"):
+        with pytest.raises(Denied, match="site 'site-a' cannot act on behalf of 'site-b'"):
             call()
     with pytest.raises(Denied, match="serves run 'run-1', not 'run-2'"):
         claiming(served, run="run-2").call("ping")
@@ -290,7 +290,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     revoke_keys(served.keys, "leaver")
     with pytest.raises(Denied, match="has been revoked"):
         leaver.call("ping")
-    with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="update the older side"):
+    with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="Update the older side"):
         served.client("site-a").call("ping")
     # The hub is updated first.
     with patch.object(keys_module, "PROTOCOL", PROTOCOL + 1):
@@ -356,7 +356,7 @@ def test_a_blob_is_refused_by_its_announcement_or_for_bytes_that_differ_from_it(
     blob = bytes(3 * CHUNK)
     flipped = bytearray(blob)
     flipped[CHUNK] ^= 1
-    with pytest.raises(HubError, match="not those announced"):
+    with pytest.raises(HubError, match="do not match the announced key"):
         site._sent(announced(site, blob), memoryview(flipped))
     with pytest.raises(HubError):
         site.get(key_of(blob))
@@ -368,7 +368,7 @@ def test_the_size_of_a_blob_is_checked_before_memory_is_taken(served: Served) ->
     key = put(site, bytes(CHUNK))
     with pytest.raises(Refused, match="too large"):
         site.get(key, 1 << 60)
-    with pytest.raises(Malformed, match=r"has 262,143 bytes, but the hub says 262,144"):
+    with pytest.raises(Malformed, match=r"has 262,143 bytes, but the hub announced 262,144"):
         site.get(key, CHUNK - 1)
     assert site.get(key, CHUNK) == bytes(CHUNK)
 
@@ -381,13 +381,13 @@ def test_small_blobs_come_in_one_stream_however_much_of_it_a_message_takes(serve
     fetched = site.get_small(payloads)
     assert [fetched[payload.key] for payload in payloads] == blobs
     (*_, last, _) = payloads
-    for size, error in ((3, "more than was requested"), (5, "ended a stream too early")):
+    for size, error in ((3, "more than was requested"), (5, "ended a stream prematurely")):
         with pytest.raises((Refused, HubError), match=error):
             site.get_small([Payload(last.key, size)])
     with pytest.raises(Missing):
         site.get_small([*payloads, Payload(key_of(b"nowhere"), 7)])
     too_large = Payload(put(site, bytes(CHUNK + 1)), CHUNK + 1)
-    with pytest.raises(Refused, match="on its own"):
+    with pytest.raises(Refused, match="separately"):
         site.get_small([too_large])
 
 
@@ -497,7 +497,7 @@ def test_a_connected_member_is_cut_off_once_its_certificate_is_no_longer_valid(
 def test_a_refusal_is_not_answered_by_calls_without_end(
     hub: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refuse = Mock(side_effect=Refused("round 3 builds on a different history from this hub's"))
+    refuse = Mock(side_effect=Refused("round 3 builds on a different history than the hub's"))
     hub.handler.call = refuse  # type: ignore[method-assign]
 
     def tries() -> int:
@@ -558,7 +558,7 @@ def test_a_later_incarnation_replaces_an_earlier_one_and_events_reach_their_addr
     first = earlier.events(dict)
     second = later.events(dict)
     assert next(first) == next(second) == Event("welcome", {"to": "site-a"})
-    with pytest.raises(Refused, match="watches from elsewhere"):
+    with pytest.raises(Refused, match="has opened a watch from elsewhere"):
         list(first)
     with pytest.raises(Busy, match="in use by a running process"):
         earlier.send(b"from the grave")
@@ -616,7 +616,7 @@ def test_a_site_too_far_away_hears_the_limit(hub: Served) -> None:
     options = {**dict(client.CLIENT_OPTIONS), "grpc.min_reconnect_backoff_ms": 5_000}
     with patch.object(client, "CLIENT_OPTIONS", list(options.items())):
         site = hub.client("site-a", port=line.port, channels=1)
-    with pytest.raises(HubUnreachable, match="longer than 6 s"):
+    with pytest.raises(HubUnreachable, match="longer than the limit of 6 s"):
         site.round_trip()
     line.close()
 

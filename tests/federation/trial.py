@@ -1626,7 +1626,7 @@ class Judge:
 
     def check_parting(self, site: Site, error: Exception) -> None:
         """Looks whether a site that ends because of its history has landed another one."""
-        if "histories have parted" not in str(error):
+        if "histories have diverged" not in str(error):
             return
         keys = site.world.disk.keys
         for progress in site.follower.fragments:

@@ -190,7 +190,7 @@ OF_ANOTHER_TYPE: Table = [
     ),
     ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']]"),
 ]
-KNOWN = "which torch does not know. It knows gloo, nccl,  ... Choose one of them, leave it out"
+KNOWN = "which torch does not know. Choose one of gloo, nccl,  ... Leave the option out"
 OF_STRATEGIES: Table = [
     (
         {"ddp_kwargs": {"find_unused_parameter": 1}},
@@ -529,11 +529,11 @@ def trainer_of(
     return distribution.Trainer(strategy=kind(**choices), **world)
 
 
-SPLIT_ADVICE = "Change worker_groups, or the number of devices or nodes"
+SPLIT_ADVICE = "Change worker_groups or the number of devices or nodes"
 NCCL: Table = [
     (
         {"devices": 2, "exchange": "auto:nccl"},
-        "exchange='...:nccl' was given ... trains on cpu ... only CUDA devices ... leave ... for gloo",
+        "exchange='...:nccl' was given ... trains on cpu ... only CUDA devices ... remove ':nccl' to use gloo",
     ),
 ]
 WORLDS: Table = [
@@ -558,7 +558,7 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
     if not dist.is_nccl_available():
         message = refusal(nccl_on, device=torch.device("cuda"))
         assert_says(message, "exchange='...:nccl' was given", "without NCCL")
-        assert_says(message, "Install a torch that has it")
+        assert_says(message, "Install a build of torch with NCCL")
 
 
 @in_ranks(2)

@@ -409,7 +409,7 @@ REFUSED_OPTIONS = {
     "--quorum=3": "--quorum 3 applies only to the sites of a federation",
     "--grace=3": "--grace requires a quorum that closes rounds",
     "--hub-bandwidth=0Gbit": "hub_bandwidth=0.0 is out of range",
-    "--hub-bandwidth=1Gbit --quorum=9": "there are 2: no round would ever close",
+    "--hub-bandwidth=1Gbit --quorum=9": "there are only 2, so no round would ever close",
     "--hub-bandwidth=1Gbit --quorum=1 --delays=0,1,2": "must contain 2 numbers of at least 0",
     "--hub-bandwidth=1Gbit --quorum=1 --grace=-1": "grace=-1.0 is out of range",
 }
