@@ -316,7 +316,7 @@ class StreamingDiLoCo:
         self._unfinished = self._state()
         if self.site is None:
             self.rounds.is_ending = True
-            self.fragmented_model.spare = None
+            self.fragmented_model.free_spare_memory()
         # A site's landings until its end also change its records.
         self.fragmented_model.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
@@ -335,8 +335,7 @@ class StreamingDiLoCo:
         """
         self._is_closed = True
         self.loop.close()
-        self.rounds.background.close()
-        self.fragmented_model.spare = None
+        self.fragmented_model.free_spare_memory()
         self.topology.close()
 
     def _require_open(self, called: str) -> None:

@@ -442,7 +442,8 @@ class Rounds:
         return iter(())
 
     def close(self) -> None:
-        """Does nothing, because the engine closes the background that it created."""
+        """Ends the background work; flights that have not landed are lost."""
+        self.background.close()
 
     # Checkpoints
 

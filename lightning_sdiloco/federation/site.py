@@ -538,19 +538,23 @@ class FederatedWorld:
             self._look_after()
             if not self.follower.finished:
                 self._connection.hub.wait(_MOMENT)
-        self.close()
+        self._leave_hub()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
         """Does nothing, because a site that ends takes no final mean while the others continue."""
         return iter(())
 
-    def close(self) -> None:
+    def _leave_hub(self) -> None:
         if not self._has_left:
             self._has_left = True
             hub = self._connection.hub
             hub.heartbeat(self.follower)
             hub.leave()
             hub.close()
+
+    def close(self) -> None:
+        self._leave_hub()
+        self._rounds.close()
 
     def _look_after(self) -> None:
         self._send()
