@@ -37,7 +37,6 @@ from lightning_sdiloco.engine.checkpoint import (
     require_processes,
     save,
 )
-from lightning_sdiloco.engine.flight import PendingFlight
 from lightning_sdiloco.engine.fragmented_model import FragmentedModel
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.history import Counts, History
@@ -49,6 +48,7 @@ from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
 from lightning_sdiloco.engine.rounds import (
     Federated,
     Loop,
+    PendingFlight,
     Rounds,
     chosen_settings,
     keep_until_done,

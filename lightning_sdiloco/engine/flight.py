@@ -17,7 +17,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -35,7 +34,8 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.engine.background import Pending, Work
+from lightning_sdiloco.engine.background import Work
+from lightning_sdiloco.engine.diagnosis import Diagnosis
 from lightning_sdiloco.engine.fragments import (
     Arrival,
     Commit,
@@ -45,7 +45,6 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     Span,
 )
-from lightning_sdiloco.engine.measure import Diagnosis, on_link
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.untrained import (
     NOTHING,
@@ -749,6 +748,35 @@ class _WordsAhead(_Words):
         return on_link(posted_at, began, launched_at, arrived_at, encode[1] - encode[0])
 
 
+def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+    """Returns the seconds for which the messages of the other groups were on the link.
+
+    The time starts when all messages could be sent: a message is sent once its receiver has posted
+    its own messages. A receiver that waits for a message measures when it arrives. It cannot
+    measure this if the message arrived before the wait began, or together with the notice that its
+    group has launched, which precedes the encoding. The result is then NaN.
+
+    Args:
+        posted: The time at which this rank posted its messages.
+        began: The time at which it began to wait for the others' messages.
+        launched: The time at which it learned that all groups have launched.
+        ended: The time at which their messages had arrived.
+        encoding: The seconds in which this rank encoded its own messages.
+
+    Examples:
+        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
+        2.0
+        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
+        nan
+        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
+        nan
+    """
+    since = max(posted, launched)
+    was_there = ended - max(began, launched) < (ended - since) / 2
+    came_together = launched > posted and ended - launched < encoding
+    return math.nan if was_there or came_together else ended - since
+
+
 class _UntrainedMessages:
     """The untrained state of a fragment that is exchanged in the second hop of a flight."""
 
@@ -941,31 +969,3 @@ def whole_norm(norm: Tensor, group: Communicator) -> float:
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)
-
-
-# In the training thread
-
-
-@dataclass(frozen=True)
-class PendingFlight:
-    launch: Launch
-    pending: Pending[Arrival]
-    launch_span: Span
-
-
-def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes the report of a flight that took ``seconds`` and lands now."""
-    launched_at = launch[1]
-    arrived_at = wait[1]
-    ends = [end for _, end in report.spans.values()]
-    ended_at = max(launched_at + seconds, *ends)
-    spans = {
-        "launch": launch,
-        "flight": (launched_at, min(ended_at, arrived_at)),
-        **report.spans,
-        "wait": wait,
-        "land": (arrived_at, time.perf_counter()),
-    }
-    return report._replace(
-        exposed_wait_s=arrived_at - wait[0], in_flight_s=seconds, landed_at=step, spans=spans
-    )

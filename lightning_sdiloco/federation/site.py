@@ -28,11 +28,10 @@ from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import Pending, Result, Work
-from lightning_sdiloco.engine.flight import PendingFlight, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.restart import State
-from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.rounds import PendingFlight, Rounds, completed
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.arithmetic import (
