@@ -335,12 +335,10 @@ class Flight:
         """Returns the control vector of this group, as bytes. In-group collective."""
         launch = self._launch
         fragment = self._fragment
-        untrained = fragment.untrained
         topology = self._topology
-        norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
-        # Groups with different outer values cannot agree on what has changed.
         is_unlike = launch.purpose is Purpose.START or not fragment.shares
-        changed = untrained.changed_since(launch.buffers)
+        untrained = fragment.untrained.changes(launch.buffers, is_unlike=is_unlike)
+        norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
         control = Control(
             fragment=launch.fragment,
             step=launch.step,
@@ -351,9 +349,9 @@ class Flight:
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
             norm_squared=norm_squared,
-            changed=untrained.changed(launch.buffers, everything=is_unlike),
+            changed=untrained.bits,
             step_time=launch.step_time,
-            buffers=0.0 if is_unlike else untrained.size(launch.buffers, changed),
+            buffers=untrained.size,
         )
         word = torch.frombuffer(control.packed(), dtype=torch.uint8)
         if topology.group_size == 1:

@@ -368,20 +368,20 @@ class FragmentState:
         """Returns the digest of this rank's part of the values that all groups have in common at a
         launch.
         """
-        alike: list[Tensor] = []
+        start = self.layout.start
         if launch.leg and self.anchor is not None:
             # Partners have different outer parameters, but exchange them relative to the same
             # anchor.
-            alike = [self.storage.load(self.anchor)]
-        elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
-            untrained = self.untrained.digested()
-            outer = (
-                self.storage.load(self.outer.values)
-                if launch.purpose is Purpose.MEAN
-                else launch.outer
-            )
-            alike = [outer] if untrained is None else [outer, untrained]
-        return combined([digest(values, start=self.layout.start) for values in alike])
+            return digest(self.storage.load(self.anchor), start)
+        if launch.purpose is Purpose.START:
+            return 0
+        outer = launch.outer
+        if launch.purpose is Purpose.MEAN:
+            outer = self.storage.load(self.outer.values)
+        untrained = self.untrained.digested()
+        if untrained is None:
+            return digest(outer, start)
+        return combined([digest(outer, start), digest(untrained, start)])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns the norm of an outer gradient, or of a mean of outer gradients: the distance by
