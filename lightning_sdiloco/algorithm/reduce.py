@@ -71,11 +71,9 @@ class AllReduce:
         encoded = self._encode(gradient, memory, tuning)
         return encoded._replace(payloads=encoded.payloads * self.groups)
 
-    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of this group's part for all groups; returns None if the part is the
-        whole shard.
-        """
-        return None
+    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
+        """Encodes the mean of this group's part for all groups."""
+        raise NotImplementedError("there is no second hop")
 
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Assembles the mean of a whole shard from the second hops of all groups."""
@@ -124,10 +122,9 @@ class AllReduce:
         second_payloads = []
         for group, residual in enumerate(residuals):
             mean = self.mean([payloads[group] for payloads in sent], count, like, group)
-            hop = self.second_hop(mean, residual)
-            if hop is None:
+            if self.hops == 1:
                 return mean
-            second_payloads.append(hop.payload)
+            second_payloads.append(self.second_hop(mean, residual).payload)
         return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:

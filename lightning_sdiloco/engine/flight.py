@@ -281,7 +281,8 @@ class Flight:
         self._count = self._kind.count(self._controls)
         began = time.perf_counter()
         mean = self._kind.mean(payloads, self._count)
-        self._second_hop = self._kind.second_hop(mean)
+        if self._kind.all_reduce.hops > 1:
+            self._second_hop = self._kind.second_hop(mean)
         self._post_second_hop()
         if self._diagnosis is not None:
             compression = self._kind.all_reduce.compression
@@ -315,8 +316,9 @@ class Flight:
         diagnostics = None
         if self._diagnosis is not None:
             diagnostics = self._diagnosis.result(launch, outer.state, in_group)
+        commit = self._kind.commit(outer, self._controls, self._count)
         return Arrival(
-            commit=self._kind.commit(outer, self._controls, self._count),
+            commit=fragment.stored(commit),
             rule=rule,
             gathered=gathered,
             untrained=untrained,
@@ -368,7 +370,7 @@ class Flight:
         exchange = self._topology.second_hop
         launch = self._launch
         self._posted_at = time.perf_counter()
-        if launch.leg or self._count.factors:
+        if self._changed and (launch.leg or self._count.factors):
             travelling = self._fragment.untrained.travelling(self._changed)
             if travelling:
                 self._untrained = _UntrainedMessages(
@@ -457,10 +459,8 @@ class _Kind(ABC):
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
     @abstractmethod
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
-        """Returns this group's message of the second hop, the mean of its part; None if there is
-        only one hop.
-        """
+    def second_hop(self, mean: Tensor) -> SecondHop:
+        """Returns this group's message of the second hop: the mean of its part."""
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
         """Returns the mean outer gradient, given the mean of the values that were sent."""
@@ -498,7 +498,7 @@ class _PlainMean(_Kind):
         return plain(controls)
 
     @override
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
+    def second_hop(self, mean: Tensor) -> SecondHop:
         return self.all_reduce.second_hop(mean, None)
 
     @override
@@ -511,8 +511,7 @@ class _PlainMean(_Kind):
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        fragment = self._fragment
-        return fragment.committed()._replace(outer=outer.moved(fragment.storage.store))
+        return self._fragment.committed()._replace(outer=outer)
 
 
 class _Round(_Kind):
@@ -521,13 +520,17 @@ class _Round(_Kind):
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
         all_reduce = shared.rounded.at(launch.step, launch.choice)
         super().__init__(shared, fragment, launch, all_reduce)
-        self._memory = fragment.load(fragment.memory)
-        self._tuning = fragment.load(fragment.tuning)
+        # Set by `encode`.
+        self._memory: Tensor | None = None
+        self._tuning: Tensor | None = None
+        # Set by `second_hop`.
         self._residual: Tensor | None = None
 
     @override
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        encoded = self.all_reduce.encode(values, self._memory, self._tuning)
+        fragment = self._fragment
+        memory = fragment.load(fragment.memory)
+        encoded = self.all_reduce.encode(values, memory, fragment.load(fragment.tuning))
         self._memory = encoded.memory
         self._tuning = encoded.tuning
         return encoded.payloads
@@ -537,11 +540,10 @@ class _Round(_Kind):
         return self._shared.weighing.count(controls, self._fragment.weighing)
 
     @override
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
+    def second_hop(self, mean: Tensor) -> SecondHop:
         residual = self._fragment.load(self._fragment.residual)
         second_hop = self.all_reduce.second_hop(mean, residual)
-        if second_hop is not None:
-            self._residual = second_hop.residual
+        self._residual = second_hop.residual
         return second_hop
 
     @override
@@ -567,17 +569,12 @@ class _Round(_Kind):
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        fragment = self._fragment
-        commit = fragment.committed()._replace(
-            outer=outer.moved(fragment.storage.store),
-            weighing=self.weighing(controls),
-        )
+        weighing = self.weighing(controls)
+        commit = self._fragment.committed()._replace(outer=outer, weighing=weighing)
         if self._group in count.factors:
-            commit = commit._replace(
-                memory=fragment.store(self._memory), tuning=fragment.store(self._tuning)
-            )
+            commit = commit._replace(memory=self._memory, tuning=self._tuning)
         if count.factors and self._residual is not None:
-            commit = commit._replace(residual=fragment.store(self._residual))
+            commit = commit._replace(residual=self._residual)
         return commit
 
 
@@ -633,8 +630,7 @@ class _Leg(_Round):
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        commit = super().commit(outer, controls, count)
-        return commit._replace(twin=self._fragment.store(self._twin))
+        return super().commit(outer, controls, count)._replace(twin=self._twin)
 
     def _anchor(self) -> Tensor:
         anchor = self._fragment.load(self._fragment.anchor)

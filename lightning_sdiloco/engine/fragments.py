@@ -434,9 +434,6 @@ class FragmentState:
     def load(self, stored: Tensor | None) -> Tensor | None:
         return None if stored is None else self.storage.load(stored)
 
-    def store(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else self.storage.store(values)
-
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard, on the device, from the prefetched copy if
         there is one.
@@ -463,6 +460,19 @@ class FragmentState:
     def committed(self) -> Commit:
         """Returns the state after the last landing."""
         return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
+
+    def stored(self, commit: Commit) -> Commit:
+        """Returns a commit whose tensors are in the storage."""
+        return commit._replace(
+            memory=self._store(commit.memory),
+            tuning=self._store(commit.tuning),
+            residual=self._store(commit.residual),
+            twin=self._store(commit.twin),
+            outer=commit.outer.moved(self.storage.store),
+        )
+
+    def _store(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else self.storage.store(values)
 
     def _commit(self, commit: Commit) -> None:
         self.outer = commit.outer
