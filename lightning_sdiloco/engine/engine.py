@@ -51,7 +51,6 @@ from lightning_sdiloco.engine.rounds import (
     PendingFlight,
     Rounds,
     chosen_settings,
-    keep_until_done,
 )
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import (
@@ -451,8 +450,7 @@ class StreamingDiLoCo:
         untrained: list[Mapping[int, Tensor]] = []
 
         def receive(flight: PendingFlight) -> None:
-            arrival = flight.pending.result()
-            keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
+            arrival = self.rounds.arrival_of(flight)
             self.history.count_bytes(arrival.landing)
             gathered.append(storage.store(arrival.gathered[0]))
             untrained.append(arrival.untrained.outer)

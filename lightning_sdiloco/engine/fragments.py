@@ -288,6 +288,10 @@ class Arrival(NamedTuple):
     landing: Landing
     sends_bytes_per_s: float = 0.0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.gathered, self.commit.outer.values, *self.untrained.tensors]
+
 
 # The record
 

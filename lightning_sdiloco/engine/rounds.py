@@ -28,14 +28,14 @@ import math
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.profiler import record_function
 
@@ -313,22 +313,25 @@ class Rounds:
     def launch_due(self, step: int) -> int:
         """Launches the fragments that are due (lines 5 to 7), and returns their number."""
         due = self.timetable.due(step)
-        if due:
-            self.fragmented_model.cut_model.require_coverage()
+        if not due:
+            return 0
+        is_dense = self.timetable.is_dense(step)
+        self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                self.flights.append(self._flight_of(self._launched(index, step), began))
+                launch = self._launched(index, step, is_dense)
+                self.flights.append(self._flight_of(launch, began))
         return len(due)
 
-    def _launched(self, index: int, step: int) -> Launch:
+    def _launched(self, index: int, step: int, is_dense: bool) -> Launch:
         """Reads everything that a fragment's flight carries in a round."""
         launch = self.fragmented_model.fragments[index].launch(
             step, self._deadline(), Purpose.ROUND, self.requests.take()
         )
         launch = launch._replace(
             leg=self._leg(step),
-            is_dense=self.timetable.is_dense(step),
+            is_dense=is_dense,
             step_time=self.step_clock.seconds,
         )
         return self.link.coded(launch, self._codec, self.timetable.schedule)
@@ -371,6 +374,19 @@ class Rounds:
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
 
+    def arrival_of(self, flight: PendingFlight) -> Arrival:
+        """Waits for a flight and returns its result."""
+        arrival = flight.pending.result()
+        device = self.fragmented_model.storage.device
+        if device.type != "cpu":
+            # The allocator must know that the training stream still reads tensors of the side
+            # stream.
+            training_stream = torch.get_device_module(device).current_stream(device)
+            for tensor in arrival.tensors:
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(training_stream)
+        return arrival
+
     @torch.no_grad()
     def _landed(self, flight: PendingFlight, step: int) -> Landing:
         """Waits for a flight, commits its result (lines 9 to 11), and merges it into the model
@@ -378,12 +394,10 @@ class Rounds:
         """
         with _recorded("sdiloco::land"):
             began = time.perf_counter()
-            arrival = flight.pending.result()
+            arrival = self.arrival_of(flight)
             wait = began, time.perf_counter()
             launch = flight.launch
             fragment = self.fragmented_model.fragments[launch.fragment]
-            outer = arrival.commit.outer.values
-            keep_until_done([*arrival.gathered, outer, *arrival.untrained.tensors])
             self.fragmented_model.cut_model.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
@@ -555,17 +569,6 @@ def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: i
     return report._replace(
         exposed_wait_s=arrived_at - wait[0], in_flight_s=seconds, landed_at=step, spans=spans
     )
-
-
-def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Informs an accelerator's allocator that the training stream still reads tensors of the side
-    stream.
-    """
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(
-                torch.get_device_module(tensor.device).current_stream(tensor.device)
-            )
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
