@@ -20,6 +20,7 @@ from lightning_sdiloco.engine.shards import (
     digest,
     is_sharded,
     local,
+    no_copies,
     trainable,
 )
 from lightning_sdiloco.engine.start import (
@@ -97,8 +98,9 @@ class FragmentedModel:
     def _watch_copies(self) -> None:
         copies = self.inner.copies
         copies.watch(trainable(self.model))
+        copies_of = copies.of if copies.exist else no_copies
         for fragment in self.fragments:
-            fragment.layout.copies_of = copies.of
+            fragment.layout.copies_of = copies_of
         self.view = OuterView(self.model, self.fragments, self._topology, self.storage, copies)
 
     @property

@@ -570,6 +570,14 @@ def to_shards(
     return shards
 
 
+FindsCopies = Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]]
+"""Finds the copies of each parameter that optimizers keep."""
+
+
+def no_copies(parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    return [()] * len(parameters)
+
+
 class FragmentLayout(ABC):
     """Lays out the parameters of a fragment as flat vectors. The shard of this rank contains the
     values that it exchanges.
@@ -587,11 +595,8 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds the copies of each parameter that optimizers keep, which must change with it. Set by
-        # `FragmentedModel`.
-        self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] = (
-            lambda parameters: [()] * len(parameters)
-        )
+        # The copies must change with the parameters. Set by `FragmentedModel`.
+        self.copies_of: FindsCopies = no_copies
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
