@@ -184,9 +184,15 @@ class Weighing(ABC):
             state: The state of the fragment.
         """
 
-    def heard(self, controls: Sequence[Control], state: WeighingState) -> WeighingState:
-        """Returns the state after the landing, from the arguments of `count`; by default, the same
-        state.
+    def heard(
+        self, controls: Sequence[Control], state: WeighingState, count: Count
+    ) -> WeighingState:
+        """Returns the state after the landing; by default, the same state.
+
+        Args:
+            controls: As for `count`.
+            state: As for `count`.
+            count: What `count` returned.
         """
         return state
 
@@ -262,8 +268,9 @@ class Aggregation(Weighing):
         return tuple(too_large) if len(too_large) < len(sizes) else ()
 
     @override
-    def heard(self, controls: Sequence[Control], state: Sequence[object]) -> list[WeighingState]:
-        count = self.count(controls, state)
+    def heard(
+        self, controls: Sequence[Control], state: Sequence[object], count: Count
+    ) -> list[WeighingState]:
         lengths = self._lengths(controls)
         counted = {group: lengths[group] for group in count.factors}
         pasts = remembered(counted, count.outlying, _pasts(state))

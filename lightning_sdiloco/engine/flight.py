@@ -563,13 +563,13 @@ class _Round(_Kind):
         # If no group has trained, nothing changes.
         return self._shared.landing_rule if count.factors else Mix(1.0)
 
-    def weighing(self, controls: Sequence[Control]) -> Any:
+    def weighing(self, controls: Sequence[Control], count: Count) -> Any:
         """Returns what the weighing remembers about the groups after this round."""
-        return self._shared.weighing.heard(controls, self._fragment.weighing)
+        return self._shared.weighing.heard(controls, self._fragment.weighing, count)
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        weighing = self.weighing(controls)
+        weighing = self.weighing(controls, count)
         commit = self._fragment.committed()._replace(outer=outer, weighing=weighing)
         if self._group in count.factors:
             commit = commit._replace(memory=self._memory, tuning=self._tuning)
@@ -624,7 +624,7 @@ class _Leg(_Round):
         return gradient
 
     @override
-    def weighing(self, controls: Sequence[Control]) -> Any:
+    def weighing(self, controls: Sequence[Control], count: Count) -> Any:
         # A leg has no mean of all groups by which they could be weighted.
         return self._fragment.weighing
 

@@ -242,7 +242,7 @@ class _SavedFlights:
             controls.append(Control.merged([_control(rank["flights"][index]) for rank in group]))
         weighing_state = self._weighed.states[names]
         count = self._weighing.count(controls, weighing_state)
-        self._weighed.states[names] = self._weighing.heard(controls, weighing_state)
+        self._weighed.states[names] = self._weighing.heard(controls, weighing_state, count)
         if count.factors:
             means = list[OuterState]()
             for rank in range(len(self._groups[0])):
