@@ -27,7 +27,7 @@ from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule
 from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.comm.watch import WorldWatch
+from lightning_sdiloco.comm.watch import WorldWatch, is_watched
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
@@ -213,8 +213,10 @@ class StreamingDiLoCo:
         )
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
-        self.watch = WorldWatch(_ADVICE, "inner steps")
-        """Watches the time between inner steps; stopped if Lightning runs the loop."""
+        self.watch = WorldWatch(_ADVICE, "inner steps") if is_watched(self.topology) else None
+        """Watches the time between inner steps; stopped if Lightning runs the loop. None if this
+        rank has nothing to watch.
+        """
 
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
@@ -257,7 +259,8 @@ class StreamingDiLoCo:
                 remain non-finite.
         """
         self._require_open("step()")
-        self.watch.end()
+        if self.watch is not None:
+            self.watch.end()
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
@@ -278,7 +281,8 @@ class StreamingDiLoCo:
         yield
         landed = self.history.land(self.loop.land_due(step))
         self.history.step_span = began, time.perf_counter()
-        self.watch.begin(self.topology)
+        if self.watch is not None:
+            self.watch.begin(self.topology)
         return landed
 
     @takes_turns
