@@ -88,10 +88,9 @@ class AllReduce:
         numel = self.part_numel(like.numel(), group)
         if not numel:
             return like.new_empty(0)
+        sent = [(payloads[sender], factor) for sender, factor in count.factors.items()]
         mean = new_vector(numel, like.device)
-        self.compression.mean(
-            [(payloads[sender], factor) for sender, factor in count.factors.items()], mean
-        )
+        self.compression.mean(sent, mean)
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -307,8 +307,9 @@ class Flight:
         # The outer step may overwrite the mean.
         outer = self._kind.outer_step(self._mean, self._count, in_group)
         rule = self._kind.landing_rule(self._controls, self._count)
-        rows = rule.gathered(launch.gradient, launch.outer, outer.values)
-        gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
+        gathered: list[Tensor] = []
+        for row in rule.gathered(launch.gradient, launch.outer, outer.values):
+            gathered.append(fragment.layout.all_gather(row, in_group))
         self._spans["outer_step"] = span_from(began, self._device)
         report = reported(
             launch.fragment, launch.step, self._controls, self._count, outer, norm, self._spans

@@ -393,8 +393,9 @@ def nesterov_step(
     """Takes a step that is bit-identical to that of torch's SGD, but copies nothing. Overwrites the
     gradient and returns the momentum, which is None before the first step.
     """
+    pieces = stretches(values.numel(), values.device)
     new_momentum = new_vector(values.numel(), values.device)
-    for piece in stretches(values.numel(), values.device):
+    for piece in pieces:
         direction = gradient[piece]
         momentum_part = new_momentum[piece]
         if momentum is None:

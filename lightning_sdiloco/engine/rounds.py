@@ -128,9 +128,19 @@ class RequestBits:
 
 @dataclass(frozen=True)
 class PendingFlight:
+    """A flight as the training thread sees it.
+
+    Attributes:
+        launch: What the launch has read.
+        pending: The result.
+        launch_span: The start and end of the launch.
+        lands_at: The inner step after which it lands; infinite if no schedule determines that.
+    """
+
     launch: Launch
     pending: Pending[Arrival]
     launch_span: Span
+    lands_at: float = math.inf
 
 
 class Federated(Protocol):
@@ -316,12 +326,13 @@ class Rounds:
         if not due:
             return 0
         is_dense = self.timetable.is_dense(step)
+        lands_at = self.timetable.lands_at(step)
         self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
                 launch = self._launched(index, step, is_dense)
-                self.flights.append(self._flight_of(launch, began))
+                self.flights.append(self._flight_of(launch, began, lands_at))
         return len(due)
 
     def _launched(self, index: int, step: int, is_dense: bool) -> Launch:
@@ -353,7 +364,7 @@ class Rounds:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
         prefetches outer parameters for the next launches.
         """
-        while self.flights and self.timetable.lands_at(self.flights[0].launch.step) <= step:
+        while self.flights and self.flights[0].lands_at <= step:
             yield self._landed(self.flights.pop(0), step)
         if self.fragmented_model.storage.prefetches:
             for index in self.timetable.due(step + 1):
@@ -364,12 +375,11 @@ class Rounds:
         """The fragments in flight, in the order of their launches."""
         return tuple(flight.launch.fragment for flight in self.flights)
 
-    def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
+    def _flight_of(self, launch: Launch, began: float, lands_at: float = math.inf) -> PendingFlight:
         # The span ends before the background can begin.
         launch_span = began, time.perf_counter()
-        return PendingFlight(
-            launch, self.background.start(self._synchronizer.fly(launch)), launch_span
-        )
+        pending = self.background.start(self._synchronizer.fly(launch))
+        return PendingFlight(launch, pending, launch_span, lands_at)
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
@@ -491,7 +501,8 @@ class Rounds:
             began = time.perf_counter()
             outer = self.fragmented_model.fragments[saved["fragment"]].load_outer()
             launch = Launch.of(saved, outer, self._deadline())
-            self.flights.append(self._flight_of(launch, began))
+            lands_at = self.timetable.lands_at(launch.step)
+            self.flights.append(self._flight_of(launch, began, lands_at))
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
         """Refuses a state with a different outer optimizer, or a different schedule for it."""
