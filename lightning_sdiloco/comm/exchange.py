@@ -268,11 +268,8 @@ class DirectExchange(Exchange[_Travelling]):
 
 # Messages of any size
 
-LENGTH_BYTES = 8
-"""The bytes that store the length of the message to a group, and the rate of that group's last
-message."""
-
-# The bits for the length, and for the rate in kB/s.
+# Eight bytes store the length of the message to a group, and the rate of that group's last message:
+# the bits for the length, and for the rate in kB/s.
 _LENGTH_BITS = 40
 _RATE_BITS = 23
 _UNIT = 1000.0
