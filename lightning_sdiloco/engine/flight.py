@@ -459,9 +459,9 @@ class _Kind(ABC):
         """Returns the mean of the part that this group averages."""
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
-    @abstractmethod
     def second_hop(self, mean: Tensor) -> SecondHop:
         """Returns this group's message of the second hop: the mean of its part."""
+        return self.all_reduce.second_hop(mean, None)
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
         """Returns the mean outer gradient, given the mean of the values that were sent."""
@@ -476,9 +476,9 @@ class _Kind(ABC):
     @abstractmethod
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule: ...
 
-    @abstractmethod
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
         """Returns the state of the record after the landing."""
+        return self._fragment.committed()._replace(outer=outer)
 
 
 class _PlainMean(_Kind):
@@ -499,20 +499,12 @@ class _PlainMean(_Kind):
         return plain(controls)
 
     @override
-    def second_hop(self, mean: Tensor) -> SecondHop:
-        return self.all_reduce.second_hop(mean, None)
-
-    @override
     def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
         return moved_by(mean, self._fragment.outer, self.launch.outer)
 
     @override
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
         return Mix(0.0)
-
-    @override
-    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        return self._fragment.committed()._replace(outer=outer)
 
 
 class _Round(_Kind):
@@ -571,7 +563,7 @@ class _Round(_Kind):
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
         weighing = self.weighing(controls, count)
-        commit = self._fragment.committed()._replace(outer=outer, weighing=weighing)
+        commit = super().commit(outer, controls, count)._replace(weighing=weighing)
         if self._group in count.factors:
             commit = commit._replace(memory=self._memory, tuning=self._tuning)
         if count.factors and self._residual is not None:
@@ -666,11 +658,13 @@ class _Words(ABC):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the words and payloads of all groups, given the messages of each exchange."""
 
-    @abstractmethod
     def on_link(
         self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
     ) -> float:
-        """Returns the seconds for which payloads were on the link; NaN if unknown."""
+        """Returns the seconds for which payloads were on the link; NaN, unless a message came
+        ahead of them.
+        """
+        return math.nan
 
 
 class _WordsAlong(_Words):
@@ -704,12 +698,6 @@ class _WordsAlong(_Words):
         words = [message[:CONTROL_BYTES] for message in of_groups]
         payloads = [message[CONTROL_BYTES:] for message in of_groups]
         return words, payloads
-
-    @override
-    def on_link(
-        self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
-    ) -> float:
-        return math.nan
 
 
 class _WordsAhead(_Words):

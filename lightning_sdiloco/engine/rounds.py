@@ -345,7 +345,15 @@ class Rounds:
             is_dense=is_dense,
             step_time=self.step_clock.seconds,
         )
-        return self.link.coded(launch, self._codec, self.timetable.schedule)
+        return self.coded(launch)
+
+    def coded(self, launch: Launch) -> Launch:
+        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        schedule = self.timetable.schedule
+        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
+        overlap_s = overlap_steps * (launch.step_time or math.nan)
+        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        return launch._replace(choice=choice) if choice else launch
 
     def _leg(self, step: int) -> Leg:
         """Returns the groups with which this one exchanges in a round, including itself; () for
@@ -656,10 +664,3 @@ class LinkRate:
     @property
     def bytes_per_s(self) -> float:
         return self.fixed or max(self.last, default=0.0)
-
-    def coded(self, launch: Launch, codec: Compression, schedule: Schedule) -> Launch:
-        """Chooses in which code a launch is sent, by what this rank alone knows."""
-        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
-        overlap_s = overlap_steps * (launch.step_time or math.nan)
-        choice = codec.choice(len(launch.gradient), self.bytes_per_s, overlap_s)
-        return launch._replace(choice=choice) if choice else launch

@@ -443,8 +443,7 @@ class FederatedWorld:
         )
         self._compare_rates()
         self._rounds.link.note(self._connection.hub.sends_bytes_per_s)
-        codec = self._rounds.settings.codec
-        launch = self._rounds.link.coded(launch, codec, self._rounds.timetable.schedule)
+        launch = self._rounds.coded(launch)
         self._encode(launch, begun, (began, time.perf_counter()))
 
     def _compare_rates(self) -> None:
