@@ -20,7 +20,6 @@ from lightning_sdiloco.engine.shards import (
     digest,
     is_sharded,
     local,
-    no_copies,
     trainable,
 )
 from lightning_sdiloco.engine.start import (
@@ -98,7 +97,7 @@ class FragmentedModel:
     def _watch_copies(self) -> None:
         copies = self.inner.copies
         copies.watch(trainable(self.model))
-        copies_of = copies.of if copies.exist else no_copies
+        copies_of = copies.of if copies.exist else None
         for fragment in self.fragments:
             fragment.layout.copies_of = copies_of
         self.view = OuterView(self.model, self.fragments, self._topology, self.storage, copies)

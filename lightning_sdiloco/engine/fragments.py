@@ -354,13 +354,17 @@ class FragmentState:
         """Reads everything that a flight carries, without changing anything. The arguments are
         those of `launch`.
         """
-        is_round = purpose is Purpose.ROUND
-        outer = self.load_outer() if is_round else self._zero()
+        if purpose is Purpose.ROUND:
+            outer = self.load_outer()
+            gradient = self.layout.outer_gradient(outer)
+        else:
+            gradient = self.layout.read().neg_()
+            outer = gradient.new_zeros(())
         return Launch(
             fragment=self.index,
             step=step,
             outer=outer,
-            gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
+            gradient=gradient,
             buffers=self.untrained.snapshot(),
             requests=requests,
             weight=self.weight,
@@ -406,9 +410,6 @@ class FragmentState:
             torch.add(outer, gradient[stretch], out=moved)
             norms.append(torch.linalg.vector_norm(moved))
         return torch.linalg.vector_norm(torch.stack(norms))
-
-    def _zero(self) -> Tensor:
-        return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_as_outer(self, names: Collection[str]) -> None:
         """Makes the local values of some parameters, which are the same in all groups, the outer

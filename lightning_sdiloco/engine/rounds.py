@@ -134,7 +134,8 @@ class PendingFlight:
         launch: What the launch has read.
         pending: The result.
         launch_span: The start and end of the launch.
-        lands_at: The inner step after which it lands; infinite if no schedule determines that.
+        lands_at: The inner step after which it lands; infinite at a site, where records determine
+            that.
     """
 
     launch: Launch
@@ -326,13 +327,12 @@ class Rounds:
         if not due:
             return 0
         is_dense = self.timetable.is_dense(step)
-        lands_at = self.timetable.lands_at(step)
         self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
                 launch = self._launched(index, step, is_dense)
-                self.flights.append(self._flight_of(launch, began, lands_at))
+                self.flights.append(self._flight_of(launch, began))
         return len(due)
 
     def _launched(self, index: int, step: int, is_dense: bool) -> Launch:
@@ -353,7 +353,7 @@ class Rounds:
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
         choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
-        return launch._replace(choice=choice) if choice else launch
+        return launch._replace(choice=choice)
 
     def _leg(self, step: int) -> Leg:
         """Returns the groups with which this one exchanges in a round, including itself; () for
@@ -383,7 +383,8 @@ class Rounds:
         """The fragments in flight, in the order of their launches."""
         return tuple(flight.launch.fragment for flight in self.flights)
 
-    def _flight_of(self, launch: Launch, began: float, lands_at: float = math.inf) -> PendingFlight:
+    def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
+        lands_at = self.timetable.lands_at(launch.step)
         # The span ends before the background can begin.
         launch_span = began, time.perf_counter()
         pending = self.background.start(self._synchronizer.fly(launch))
@@ -509,8 +510,7 @@ class Rounds:
             began = time.perf_counter()
             outer = self.fragmented_model.fragments[saved["fragment"]].load_outer()
             launch = Launch.of(saved, outer, self._deadline())
-            lands_at = self.timetable.lands_at(launch.step)
-            self.flights.append(self._flight_of(launch, began, lands_at))
+            self.flights.append(self._flight_of(launch, began))
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
         """Refuses a state with a different outer optimizer, or a different schedule for it."""

@@ -570,14 +570,6 @@ def to_shards(
     return shards
 
 
-FindsCopies = Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]]
-"""Finds the copies of each parameter that optimizers keep."""
-
-
-def no_copies(parameters: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-    return [()] * len(parameters)
-
-
 class FragmentLayout(ABC):
     """Lays out the parameters of a fragment as flat vectors. The shard of this rank contains the
     values that it exchanges.
@@ -595,8 +587,9 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # The copies must change with the parameters. Set by `FragmentedModel`.
-        self.copies_of: FindsCopies = no_copies
+        # Finds the copies of each parameter that optimizers keep, which must change with it. Set by
+        # `FragmentedModel`; None if there are no copies.
+        self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] | None = None
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
@@ -626,6 +619,8 @@ class FragmentLayout(ABC):
 
     @property
     def _copies(self) -> Sequence[Sequence[Tensor]]:
+        if self.copies_of is None:
+            return [()] * len(self.parameters)
         return self.copies_of(self.parameters)
 
     def let_go(self) -> None:

@@ -659,11 +659,15 @@ class UntrainedState:
         With ``is_unlike``, these differ between groups, which then cannot agree on what has changed:
         all tensors are exchanged.
         """
-        changed = list(range(len(snapshot))) if is_unlike else self.changed_since(snapshot)
+        size = 0.0
+        changed: Iterable[int] = range(len(snapshot))
+        if not is_unlike:
+            changed = self.changed_since(snapshot)
+            size = self.size(snapshot, changed)
         bits = reduce(or_, map(_bit, changed), 0)
         if self.own_moved or self.own.has_changed():
             bits |= _OWN_MOVED
-        return Changes(bits, 0.0 if is_unlike else self.size(snapshot, changed))
+        return Changes(bits, size)
 
     def travelling(self, changed: int) -> list[int]:
         """Returns the indices of the tensors to exchange, given the combined bits of all groups."""
