@@ -47,7 +47,6 @@ class AllReduce:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
-        self._step = 0
 
     def at(self, step: int, choice: int | None = None) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step: itself, unless it depends on
@@ -58,7 +57,6 @@ class AllReduce:
             return self
         all_reduce = copy(self)
         all_reduce.compression = compression
-        all_reduce._step = step
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
@@ -107,17 +105,17 @@ class AllReduce:
         residuals: Sequence[Tensor | None],
         count: Count,
         tunings: Sequence[Tensor | None] | None = None,
-        choices: Sequence[int] | None = None,
+        senders: "Sequence[AllReduce] | None" = None,
     ) -> Tensor:
-        """Computes the mean that all groups would get, in one process that has all gradients."""
+        """Computes the mean that all groups would get, in one process that has all gradients.
+        ``senders`` are the all-reduces with which the groups encode.
+        """
         tunings = tunings or [None] * self.groups
         like = gradients[0]
         sent = []
-        for group, gradient in enumerate(gradients):
-            sender = self
-            if choices is not None:
-                sender = self.at(self._step, choices[group])
-            sent.append(sender.encode(gradient, memories[group], tunings[group]).payloads)
+        for group, sender in enumerate(senders or [self] * self.groups):
+            encoded = sender.encode(gradients[group], memories[group], tunings[group])
+            sent.append(encoded.payloads)
         second_payloads = []
         for group, residual in enumerate(residuals):
             mean = self.mean([payloads[group] for payloads in sent], count, like, group)
