@@ -45,13 +45,14 @@ class Case:
         """Returns the model, with the same initial weights on all ranks."""
         return self.size.make()
 
-    def inner(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Returns the inner optimizer, a cheap one, because it does not affect the comparison."""
-        return torch.optim.SGD(parameters, lr=1e-3)
+    def inner(self, parameters: Iterable[Any], updates: int | None = None) -> torch.optim.Optimizer:
+        """Returns the inner optimizer, a cheap one, because it does not affect the comparison.
 
-    def over(self, updates: int) -> "Case":
-        """The same with so many updates in all."""
-        return self
+        Args:
+            parameters: The parameters to train.
+            updates: The steps over which a learning rate schedule extends. None: all of the run.
+        """
+        return torch.optim.SGD(parameters, lr=1e-3)
 
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         return random_batches(self.size, self.batch, seed=rank)

@@ -9,7 +9,7 @@ times.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,19 +53,14 @@ class LearningCase(Case):
     outer_lr: ClassVar[float] = 0.7
 
     @override
-    def inner(self, parameters: Iterable[Any]) -> Optimizer:
+    def inner(self, parameters: Iterable[Any], updates: int | None = None) -> Optimizer:
         optimizer = adamw(parameters, self.lr, self.weight_decay)
-        schedule = LambdaLR(optimizer, self.lr_factor)
+        steps = self.steps if updates is None else updates
+        warmup = round(self.warmup * steps)
+        schedule = LambdaLR(optimizer, lambda step: lr_factor(step, steps, warmup=warmup))
         # With the optimizer itself, because the loops know nothing of schedules.
         optimizer.register_step_post_hook(lambda *_: schedule.step())
         return optimizer
-
-    @override
-    def over(self, updates: int) -> Case:
-        return replace(self, steps=updates)
-
-    def lr_factor(self, step: int) -> float:
-        return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
     @override
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:

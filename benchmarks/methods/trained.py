@@ -19,7 +19,7 @@ from benchmarks.quality import DILOCO
 from benchmarks.training import Group, NamedTraining, Run, Simulated
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine.drop_compute import best_drop
-from lightning_sdiloco.engine.measure import StepClock
+from lightning_sdiloco.engine.rounds import StepClock
 
 from eager_updates import EagerGroups, Stay  # isort: skip  (on the path since benchmarks.models)
 from local_momentum import LocalMomentum  # isort: skip

@@ -109,7 +109,8 @@ def ddp_accumulated(rank: Rank) -> dict[str, Any]:
     model = DistributedDataParallel(rank.net, init_sync=False)
     batches = rank.case.sync_every
     # The schedule of the learning rate is one of updates.
-    optimizer = rank.case.over(rank.steps // batches).inner(rank.net.parameters())
+    updates = rank.steps // batches
+    optimizer = rank.case.inner(rank.net.parameters(), updates)
     for step in range(rank.steps + 1):
         rank.stamps.begin()
         is_last = step % batches == batches - 1

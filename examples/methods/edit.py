@@ -97,7 +97,7 @@ class ZScore(Weighing):
             by_training(controls, [group for group in groups if group not in outlying]), outlying
         )
 
-    def heard(self, controls: Sequence[Control], state: Any) -> list[list[float]]:
+    def heard(self, controls: Sequence[Control], state: Any, count: Count) -> list[list[float]]:
         trained = candidates(controls)
         return [
             self.added(seen, min(controls[group].norm, self.longest(seen)))

@@ -22,6 +22,9 @@ _MOST_FRAGMENTS = 32
 # of a transformer have experts.
 _ALIKE = 0.5
 
+# The number of names that a message shows.
+_SHOWN = 5
+
 
 class Parameter(NamedTuple):
     name: str
@@ -364,10 +367,10 @@ def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) 
         )
 
 
-def _some(names: Collection[str], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in list(names)[:most])
-    if len(names) > most:
-        shown += f" and {len(names) - most} more"
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:_SHOWN])
+    if len(names) > _SHOWN:
+        shown += f" and {len(names) - _SHOWN} more"
     return shown
 
 

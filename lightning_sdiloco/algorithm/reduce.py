@@ -47,7 +47,6 @@ class AllReduce:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
-        self._step = 0
 
     def at(self, step: int, choice: int | None = None) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step, which is the same object
@@ -58,7 +57,6 @@ class AllReduce:
             return self
         all_reduce = copy(self)
         all_reduce.compression = compression
-        all_reduce._step = step
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
@@ -71,11 +69,9 @@ class AllReduce:
         encoded = self._encode(gradient, memory, tuning)
         return encoded._replace(payloads=encoded.payloads * self.groups)
 
-    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of this group's part for all groups. Returns None if the part is the
-        whole shard.
-        """
-        return None
+    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
+        """Encodes the mean of this group's part for all groups."""
+        raise NotImplementedError("there is no second hop")
 
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Assembles the mean of a whole shard from the second-hop payloads of all groups."""
@@ -90,10 +86,9 @@ class AllReduce:
         numel = self.part_numel(like.numel(), group)
         if not numel:
             return like.new_empty(0)
+        sent = [(payloads[sender], factor) for sender, factor in count.factors.items()]
         mean = new_vector(numel, like.device)
-        self.compression.mean(
-            [(payloads[sender], factor) for sender, factor in count.factors.items()], mean
-        )
+        self.compression.mean(sent, mean)
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -110,24 +105,23 @@ class AllReduce:
         residuals: Sequence[Tensor | None],
         count: Count,
         tunings: Sequence[Tensor | None] | None = None,
-        choices: Sequence[int] | None = None,
+        senders: "Sequence[AllReduce] | None" = None,
     ) -> Tensor:
-        """Computes the mean of all groups in a process that has all gradients."""
+        """Computes the mean of all groups in a process that has all gradients. ``senders`` are the
+        all-reduces with which the groups encode.
+        """
         tunings = tunings or [None] * self.groups
         like = gradients[0]
         sent = []
-        for group, gradient in enumerate(gradients):
-            sender = self
-            if choices is not None:
-                sender = self.at(self._step, choices[group])
-            sent.append(sender.encode(gradient, memories[group], tunings[group]).payloads)
+        for group, sender in enumerate(senders or [self] * self.groups):
+            encoded = sender.encode(gradients[group], memories[group], tunings[group])
+            sent.append(encoded.payloads)
         second_payloads = []
         for group, residual in enumerate(residuals):
             mean = self.mean([payloads[group] for payloads in sent], count, like, group)
-            hop = self.second_hop(mean, residual)
-            if hop is None:
+            if self.hops == 1:
                 return mean
-            second_payloads.append(hop.payload)
+            second_payloads.append(self.second_hop(mean, residual).payload)
         return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:

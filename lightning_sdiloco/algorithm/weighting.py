@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.guard import (
-    REMEMBERED,
     Length,
     Past,
     joined_pasts,
@@ -23,7 +22,6 @@ from lightning_sdiloco.algorithm.guard import (
     remembered_sizes,
     with_large_buffers,
 )
-from lightning_sdiloco.errors import AgreementError
 
 _CONTROL = struct.Struct("<IIHeIqdQBf3x")
 
@@ -31,9 +29,6 @@ CONTROL_BYTES = _CONTROL.size
 
 # The largest half-precision number.
 _LONGEST_STEP = 65504.0
-
-# The number of times in a row that a group can be left out before the run ends.
-_MOST_LEFT_OUT = 3
 
 
 def combined(digests: list[int]) -> int:
@@ -191,9 +186,15 @@ class Weighing(ABC):
             state: The state of the fragment.
         """
 
-    def heard(self, controls: Sequence[Control], state: WeighingState) -> WeighingState:
-        """Returns the state after the landing, given the arguments of `count`. The default keeps
-        the state.
+    def heard(
+        self, controls: Sequence[Control], state: WeighingState, count: Count
+    ) -> WeighingState:
+        """Returns the state after the landing. The default keeps the state.
+
+        Args:
+            controls: The same as for `count`.
+            state: The same as for `count`.
+            count: The result of `count`.
         """
         return state
 
@@ -269,8 +270,9 @@ class Aggregation(Weighing):
         return tuple(too_large) if len(too_large) < len(sizes) else ()
 
     @override
-    def heard(self, controls: Sequence[Control], state: Sequence[object]) -> list[WeighingState]:
-        count = self.count(controls, state)
+    def heard(
+        self, controls: Sequence[Control], state: Sequence[object], count: Count
+    ) -> list[WeighingState]:
         lengths = self._lengths(controls)
         counted = {group: lengths[group] for group in count.factors}
         pasts = remembered(counted, count.outlying, _pasts(state))
@@ -333,60 +335,3 @@ class Weighed(NamedTuple):
         if tuple(names) in sources:
             return sources[tuple(names)]
         return weighing.joined(list(sources.values()), groups)
-
-
-class Exclusions:
-    """Detects when a group starts to be left out, so the event is logged only once.
-
-    The exclusion ends when the group has counted for `REMEMBERED` rounds. Earlier launches belong
-    to the same exclusion.
-
-    Examples:
-        >>> exclusions = Exclusions()
-        >>> [exclusions.begins(group=1, step=step, sync_every=10) for step in (20, 25, 30, 90, 200)]
-        [True, False, False, False, True]
-    """
-
-    def __init__(self) -> None:
-        # Maps each group to the inner step of the last launch that left it out.
-        self._last_left_out: dict[int, int] = {}
-
-    def begins(self, group: int, step: int, sync_every: int) -> bool:
-        """Records that a launch left out a group. Returns True if this starts a new exclusion."""
-        last = self._last_left_out.get(group)
-        self._last_left_out[group] = step
-        return last is None or step - last > REMEMBERED * sync_every
-
-
-class Absences:
-    """Counts how many times in a row each group was left out because its values were not finite."""
-
-    def __init__(self, groups: int) -> None:
-        self._in_a_row = [0] * groups
-        self._recovered_at = [0] * groups
-
-    def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
-        for group in range(len(self._in_a_row)):
-            if group not in left_out:
-                self._in_a_row[group] = 0
-            elif launched_at > self._recovered_at[group]:
-                # A fragment that was launched before the group recovered reports the same event
-                # again. Launches precede landings in an inner step, so launches in the step of the
-                # recovery also report it again.
-                self._in_a_row[group] += 1
-                self._recovered_at[group] = landed_at
-        lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
-        if lost:
-            raise AgreementError(
-                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
-                f" {_MOST_LEFT_OUT} times in a row, so the other groups train without it. Check the"
-                " data and learning rate of this group, and resume from a checkpoint, for example"
-                " with gradient clipping."
-            )
-
-    def state_dict(self) -> dict[str, list[int]]:
-        return {"left_out_in_a_row": list(self._in_a_row), "recovered_at": list(self._recovered_at)}
-
-    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        self._in_a_row = list(state["left_out_in_a_row"])
-        self._recovered_at = list(state["recovered_at"])

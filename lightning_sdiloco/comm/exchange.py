@@ -266,11 +266,8 @@ class DirectExchange(Exchange[_Travelling]):
 
 # Messages of any size
 
-LENGTH_BYTES = 8
-"""The size of the header that holds a message's length and the rate at which the receiver's last
-message arrived."""
-
-# The bits for the length, and for the rate in kB/s.
+# A header of eight bytes contains the length of a message and the rate at which the receiver's last
+# message arrived. These are the bits for the length, and for the rate in kB/s.
 _LENGTH_BITS = 40
 _RATE_BITS = 23
 _UNIT = 1000.0

@@ -179,6 +179,11 @@ def devices_of(backend: object) -> list[object]:
 # The place of a rank among the others
 
 
+def _alone() -> AnyExchange:
+    """Returns the exchange of a single group."""
+    return InProcessExchange.connect(1)[0]
+
+
 @dataclass(frozen=True)
 class Topology:
     """The position of a rank in its group and the world, with all of its connections.
@@ -215,10 +220,10 @@ class Topology:
     in_group: Communicator = field(default_factory=Communicator)
     in_site: Communicator = field(default_factory=Communicator)
     stages: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
-    control: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    progress: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    exchange: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    second_hop: AnyExchange = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    control: AnyExchange = field(default_factory=_alone)
+    progress: AnyExchange = field(default_factory=_alone)
+    exchange: AnyExchange = field(default_factory=_alone)
+    second_hop: AnyExchange = field(default_factory=_alone)
     background: Callable[[torch.device], Any] | None = None
     engine: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -467,7 +472,7 @@ def _exchanges(
     hop.
     """
     if layout.worker_groups == 1:
-        return [InProcessExchange.connect(1)[0] for _ in range(4)]
+        return [_alone() for _ in range(4)]
 
     def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
         return _process_group(layout.shard_groups(), backend, 2 * timeout)

@@ -11,6 +11,13 @@ _log = logging.getLogger(__name__)
 _IN_A_ROW = 3
 
 
+def is_watched(topology: Topology) -> bool:
+    """Returns whether this rank watches: the first one, if there are worker groups in other
+    processes.
+    """
+    return topology.world.size > 1 and topology.num_groups > 1 and topology.rank == 0
+
+
 class WorldWatch:
     """A watch that warns once if user code issues collectives over all ranks in several batches in
     a row. The collectives are not replaced.
@@ -45,8 +52,7 @@ class WorldWatch:
     def begin(self, topology: Topology) -> None:
         self._world = topology.world
         self._before = None
-        has_processes = self._world.size > 1 and topology.num_groups > 1
-        if has_processes and topology.rank == 0 and not self._is_over:
+        if is_watched(topology) and not self._is_over:
             self._before = self._world.begun()
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule
 from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.comm.watch import WorldWatch
+from lightning_sdiloco.comm.watch import WorldWatch, is_watched
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
@@ -37,7 +37,6 @@ from lightning_sdiloco.engine.checkpoint import (
     require_processes,
     save,
 )
-from lightning_sdiloco.engine.flight import PendingFlight
 from lightning_sdiloco.engine.fragmented_model import FragmentedModel
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.history import Counts, History
@@ -49,9 +48,9 @@ from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
 from lightning_sdiloco.engine.rounds import (
     Federated,
     Loop,
+    PendingFlight,
     Rounds,
     chosen_settings,
-    keep_until_done,
 )
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import (
@@ -214,8 +213,10 @@ class StreamingDiLoCo:
         )
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
-        self.watch = WorldWatch(_ADVICE, "inner steps")
-        """Watches the time between inner steps; stopped if Lightning runs the loop."""
+        self.watch = WorldWatch(_ADVICE, "inner steps") if is_watched(self.topology) else None
+        """Watches the time between inner steps; stopped if Lightning runs the loop. None if this
+        rank has nothing to watch.
+        """
 
     def _require_same_on_all_ranks(
         self, partition: Sequence[Fragment], device: torch.device
@@ -258,7 +259,8 @@ class StreamingDiLoCo:
                 remain non-finite.
         """
         self._require_open("step()")
-        self.watch.end()
+        if self.watch is not None:
+            self.watch.end()
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
@@ -279,7 +281,8 @@ class StreamingDiLoCo:
         yield
         landed = self.history.land(self.loop.land_due(step))
         self.history.step_span = began, time.perf_counter()
-        self.watch.begin(self.topology)
+        if self.watch is not None:
+            self.watch.begin(self.topology)
         return landed
 
     @takes_turns
@@ -316,7 +319,7 @@ class StreamingDiLoCo:
         self._unfinished = self._state()
         if self.site is None:
             self.rounds.is_ending = True
-            self.fragmented_model.spare = None
+            self.fragmented_model.free_spare_memory()
         # A site's landings until its end also change its records.
         self.fragmented_model.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
@@ -335,8 +338,7 @@ class StreamingDiLoCo:
         """
         self._is_closed = True
         self.loop.close()
-        self.rounds.background.close()
-        self.fragmented_model.spare = None
+        self.fragmented_model.free_spare_memory()
         self.topology.close()
 
     def _require_open(self, called: str) -> None:
@@ -452,8 +454,7 @@ class StreamingDiLoCo:
         untrained: list[Mapping[int, Tensor]] = []
 
         def receive(flight: PendingFlight) -> None:
-            arrival = flight.pending.result()
-            keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
+            arrival = self.rounds.arrival_of(flight)
             self.history.count_bytes(arrival.landing)
             gathered.append(storage.store(arrival.gathered[0]))
             untrained.append(arrival.untrained.outer)

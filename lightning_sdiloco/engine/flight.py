@@ -17,7 +17,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -35,7 +34,8 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.engine.background import Pending, Work
+from lightning_sdiloco.engine.background import Work
+from lightning_sdiloco.engine.diagnosis import Diagnosis
 from lightning_sdiloco.engine.fragments import (
     Arrival,
     Commit,
@@ -45,7 +45,6 @@ from lightning_sdiloco.engine.fragments import (
     Purpose,
     Span,
 )
-from lightning_sdiloco.engine.measure import Diagnosis, on_link
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.untrained import (
     NOTHING,
@@ -282,7 +281,8 @@ class Flight:
         self._count = self._kind.count(self._controls)
         began = time.perf_counter()
         mean = self._kind.mean(payloads, self._count)
-        self._second_hop = self._kind.second_hop(mean)
+        if self._kind.all_reduce.hops > 1:
+            self._second_hop = self._kind.second_hop(mean)
         self._post_second_hop()
         if self._diagnosis is not None:
             compression = self._kind.all_reduce.compression
@@ -307,8 +307,9 @@ class Flight:
         # The outer step may overwrite the mean.
         outer = self._kind.outer_step(self._mean, self._count, in_group)
         rule = self._kind.landing_rule(self._controls, self._count)
-        rows = rule.gathered(launch.gradient, launch.outer, outer.values)
-        gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
+        gathered: list[Tensor] = []
+        for row in rule.gathered(launch.gradient, launch.outer, outer.values):
+            gathered.append(fragment.layout.all_gather(row, in_group))
         self._spans["outer_step"] = span_from(began, self._device)
         report = reported(
             launch.fragment, launch.step, self._controls, self._count, outer, norm, self._spans
@@ -316,8 +317,9 @@ class Flight:
         diagnostics = None
         if self._diagnosis is not None:
             diagnostics = self._diagnosis.result(launch, outer.state, in_group)
+        commit = self._kind.commit(outer, self._controls, self._count)
         return Arrival(
-            commit=self._kind.commit(outer, self._controls, self._count),
+            commit=fragment.stored(commit),
             rule=rule,
             gathered=gathered,
             untrained=untrained,
@@ -336,12 +338,10 @@ class Flight:
         """Returns the control vector of this group, as bytes. In-group collective."""
         launch = self._launch
         fragment = self._fragment
-        untrained = fragment.untrained
         topology = self._topology
-        norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
-        # Groups with different outer values cannot agree on what has changed.
         is_unlike = launch.purpose is Purpose.START or not fragment.shares
-        changed = untrained.changed_since(launch.buffers)
+        untrained = fragment.untrained.changes(launch.buffers, is_unlike=is_unlike)
+        norm_squared = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
         control = Control(
             fragment=launch.fragment,
             step=launch.step,
@@ -352,9 +352,9 @@ class Flight:
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
             norm_squared=norm_squared,
-            changed=untrained.changed(launch.buffers, everything=is_unlike),
+            changed=untrained.bits,
             step_time=launch.step_time,
-            buffers=0.0 if is_unlike else untrained.size(launch.buffers, changed),
+            buffers=untrained.size,
         )
         word = torch.frombuffer(control.packed(), dtype=torch.uint8)
         if topology.group_size == 1:
@@ -371,7 +371,7 @@ class Flight:
         exchange = self._topology.second_hop
         launch = self._launch
         self._posted_at = time.perf_counter()
-        if launch.leg or self._count.factors:
+        if self._changed and (launch.leg or self._count.factors):
             travelling = self._fragment.untrained.travelling(self._changed)
             if travelling:
                 self._untrained = _UntrainedMessages(
@@ -459,11 +459,9 @@ class _Kind(ABC):
         """Returns the mean of the part that this group averages."""
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
-    @abstractmethod
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
-        """Returns this group's message of the second hop, the mean of its part; None if there is
-        only one hop.
-        """
+    def second_hop(self, mean: Tensor) -> SecondHop:
+        """Returns this group's message of the second hop: the mean of its part."""
+        return self.all_reduce.second_hop(mean, None)
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
         """Returns the mean outer gradient, given the mean of the values that were sent."""
@@ -478,9 +476,9 @@ class _Kind(ABC):
     @abstractmethod
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule: ...
 
-    @abstractmethod
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
         """Returns the state of the record after the landing."""
+        return self._fragment.committed()._replace(outer=outer)
 
 
 class _PlainMean(_Kind):
@@ -501,21 +499,12 @@ class _PlainMean(_Kind):
         return plain(controls)
 
     @override
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
-        return self.all_reduce.second_hop(mean, None)
-
-    @override
     def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
         return moved_by(mean, self._fragment.outer, self.launch.outer)
 
     @override
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
         return Mix(0.0)
-
-    @override
-    def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        fragment = self._fragment
-        return fragment.committed()._replace(outer=outer.moved(fragment.storage.store))
 
 
 class _Round(_Kind):
@@ -524,13 +513,17 @@ class _Round(_Kind):
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
         all_reduce = shared.rounded.at(launch.step, launch.choice)
         super().__init__(shared, fragment, launch, all_reduce)
-        self._memory = fragment.load(fragment.memory)
-        self._tuning = fragment.load(fragment.tuning)
+        # Set by `encode`.
+        self._memory: Tensor | None = None
+        self._tuning: Tensor | None = None
+        # Set by `second_hop`.
         self._residual: Tensor | None = None
 
     @override
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        encoded = self.all_reduce.encode(values, self._memory, self._tuning)
+        fragment = self._fragment
+        memory = fragment.load(fragment.memory)
+        encoded = self.all_reduce.encode(values, memory, fragment.load(fragment.tuning))
         self._memory = encoded.memory
         self._tuning = encoded.tuning
         return encoded.payloads
@@ -540,11 +533,10 @@ class _Round(_Kind):
         return self._shared.weighing.count(controls, self._fragment.weighing)
 
     @override
-    def second_hop(self, mean: Tensor) -> SecondHop | None:
+    def second_hop(self, mean: Tensor) -> SecondHop:
         residual = self._fragment.load(self._fragment.residual)
         second_hop = self.all_reduce.second_hop(mean, residual)
-        if second_hop is not None:
-            self._residual = second_hop.residual
+        self._residual = second_hop.residual
         return second_hop
 
     @override
@@ -564,23 +556,18 @@ class _Round(_Kind):
         # If no group has trained, nothing changes.
         return self._shared.landing_rule if count.factors else Mix(1.0)
 
-    def weighing(self, controls: Sequence[Control]) -> Any:
+    def weighing(self, controls: Sequence[Control], count: Count) -> Any:
         """Returns what the weighing remembers about the groups after this round."""
-        return self._shared.weighing.heard(controls, self._fragment.weighing)
+        return self._shared.weighing.heard(controls, self._fragment.weighing, count)
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        fragment = self._fragment
-        commit = fragment.committed()._replace(
-            outer=outer.moved(fragment.storage.store),
-            weighing=self.weighing(controls),
-        )
+        weighing = self.weighing(controls, count)
+        commit = super().commit(outer, controls, count)._replace(weighing=weighing)
         if self._group in count.factors:
-            commit = commit._replace(
-                memory=fragment.store(self._memory), tuning=fragment.store(self._tuning)
-            )
+            commit = commit._replace(memory=self._memory, tuning=self._tuning)
         if count.factors and self._residual is not None:
-            commit = commit._replace(residual=fragment.store(self._residual))
+            commit = commit._replace(residual=self._residual)
         return commit
 
 
@@ -630,14 +617,13 @@ class _Leg(_Round):
         return gradient
 
     @override
-    def weighing(self, controls: Sequence[Control]) -> Any:
+    def weighing(self, controls: Sequence[Control], count: Count) -> Any:
         # A leg has no mean of all groups by which they could be weighted.
         return self._fragment.weighing
 
     @override
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        commit = super().commit(outer, controls, count)
-        return commit._replace(twin=self._fragment.store(self._twin))
+        return super().commit(outer, controls, count)._replace(twin=self._twin)
 
     def _anchor(self) -> Tensor:
         anchor = self._fragment.load(self._fragment.anchor)
@@ -672,11 +658,13 @@ class _Words(ABC):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the words and payloads of all groups, given the messages of each exchange."""
 
-    @abstractmethod
     def on_link(
         self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
     ) -> float:
-        """Returns the seconds for which payloads were on the link; NaN if unknown."""
+        """Returns the seconds for which payloads were on the link; NaN, unless a message came
+        ahead of them.
+        """
+        return math.nan
 
 
 class _WordsAlong(_Words):
@@ -711,12 +699,6 @@ class _WordsAlong(_Words):
         payloads = [message[CONTROL_BYTES:] for message in of_groups]
         return words, payloads
 
-    @override
-    def on_link(
-        self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
-    ) -> float:
-        return math.nan
-
 
 class _WordsAhead(_Words):
     """Sends each word in a separate message, ahead of the payload."""
@@ -747,6 +729,35 @@ class _WordsAhead(_Words):
     ) -> float:
         launched_at, arrived_at = arrival_times
         return on_link(posted_at, began, launched_at, arrived_at, encode[1] - encode[0])
+
+
+def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+    """Returns the seconds for which the messages of the other groups were on the link.
+
+    The time starts when all messages could be sent: a message is sent once its receiver has posted
+    its own messages. A receiver that waits for a message measures when it arrives. It cannot
+    measure this if the message arrived before the wait began, or together with the notice that its
+    group has launched, which precedes the encoding. The result is then NaN.
+
+    Args:
+        posted: The time at which this rank posted its messages.
+        began: The time at which it began to wait for the others' messages.
+        launched: The time at which it learned that all groups have launched.
+        ended: The time at which their messages had arrived.
+        encoding: The seconds in which this rank encoded its own messages.
+
+    Examples:
+        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
+        2.0
+        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
+        nan
+        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
+        nan
+    """
+    since = max(posted, launched)
+    was_there = ended - max(began, launched) < (ended - since) / 2
+    came_together = launched > posted and ended - launched < encoding
+    return math.nan if was_there or came_together else ended - since
 
 
 class _UntrainedMessages:
@@ -941,31 +952,3 @@ def whole_norm(norm: Tensor, group: Communicator) -> float:
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)
-
-
-# In the training thread
-
-
-@dataclass(frozen=True)
-class PendingFlight:
-    launch: Launch
-    pending: Pending[Arrival]
-    launch_span: Span
-
-
-def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes the report of a flight that took ``seconds`` and lands now."""
-    launched_at = launch[1]
-    arrived_at = wait[1]
-    ends = [end for _, end in report.spans.values()]
-    ended_at = max(launched_at + seconds, *ends)
-    spans = {
-        "launch": launch,
-        "flight": (launched_at, min(ended_at, arrived_at)),
-        **report.spans,
-        "wait": wait,
-        "land": (arrived_at, time.perf_counter()),
-    }
-    return report._replace(
-        exposed_wait_s=arrived_at - wait[0], in_flight_s=seconds, landed_at=step, spans=spans
-    )

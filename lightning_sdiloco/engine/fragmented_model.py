@@ -47,8 +47,6 @@ class FragmentedModel:
         cut_model: The parameters and modules that the model had when it was divided.
         view: Shows the outer model.
         recut: The new division on which the groups are about to agree.
-        spare: Keeps the memory of a flight that has landed for the next one. None once there will
-            be no more flights.
     """
 
     partition: tuple[Fragment, ...]
@@ -69,7 +67,8 @@ class FragmentedModel:
         self.inner = inner
         self.fragments: list[FragmentState] = []
         self.recut: Recut | None = None
-        self.spare: SparePages | None = None
+        # Keeps the memory of a flight that has landed for the next one.
+        self._spare: SparePages | None = None
         self._topology = topology
         self.cut(partition, settings)
 
@@ -81,9 +80,13 @@ class FragmentedModel:
         )
         longest = max(fragment.layout.length for fragment in self.fragments)
         is_on_host = self.storage.device.type == "cpu"
-        self.spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
+        self._spare = SparePages(_KEPT_BYTES * longest) if is_on_host else None
         self.cut_model = CutModel(self.model)
         self._watch_copies()
+
+    def free_spare_memory(self) -> None:
+        """Frees the memory kept for flights, because there will be no more."""
+        self._spare = None
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
         """Changes to other inner optimizers, which may keep other copies of the weights."""
@@ -94,8 +97,9 @@ class FragmentedModel:
     def _watch_copies(self) -> None:
         copies = self.inner.copies
         copies.watch(trainable(self.model))
+        copies_of = copies.of if copies.exist else None
         for fragment in self.fragments:
-            fragment.layout.copies_of = copies.of
+            fragment.layout.copies_of = copies_of
         self.view = OuterView(self.model, self.fragments, self._topology, self.storage, copies)
 
     @property

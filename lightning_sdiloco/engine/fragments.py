@@ -288,6 +288,10 @@ class Arrival(NamedTuple):
     landing: Landing
     sends_bytes_per_s: float = 0.0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.gathered, self.commit.outer.values, *self.untrained.tensors]
+
 
 # The record
 
@@ -350,13 +354,17 @@ class FragmentState:
         """Reads everything that a flight carries, without changing anything. The arguments are
         those of `launch`.
         """
-        is_round = purpose is Purpose.ROUND
-        outer = self.load_outer() if is_round else self._zero()
+        if purpose is Purpose.ROUND:
+            outer = self.load_outer()
+            gradient = self.layout.outer_gradient(outer)
+        else:
+            gradient = self.layout.read().neg_()
+            outer = gradient.new_zeros(())
         return Launch(
             fragment=self.index,
             step=step,
             outer=outer,
-            gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
+            gradient=gradient,
             buffers=self.untrained.snapshot(),
             requests=requests,
             weight=self.weight,
@@ -368,20 +376,20 @@ class FragmentState:
         """Returns the digest of this rank's part of the values that all groups have in common at a
         launch.
         """
-        alike: list[Tensor] = []
+        start = self.layout.start
         if launch.leg and self.anchor is not None:
             # Partners have different outer parameters, but exchange them relative to the same
             # anchor.
-            alike = [self.storage.load(self.anchor)]
-        elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
-            untrained = self.untrained.digested()
-            outer = (
-                self.storage.load(self.outer.values)
-                if launch.purpose is Purpose.MEAN
-                else launch.outer
-            )
-            alike = [outer] if untrained is None else [outer, untrained]
-        return combined([digest(values, start=self.layout.start) for values in alike])
+            return digest(self.storage.load(self.anchor), start)
+        if launch.purpose is Purpose.START:
+            return 0
+        outer = launch.outer
+        if launch.purpose is Purpose.MEAN:
+            outer = self.storage.load(self.outer.values)
+        untrained = self.untrained.digested()
+        if untrained is None:
+            return digest(outer, start)
+        return combined([digest(outer, start), digest(untrained, start)])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns the norm of an outer gradient, or of a mean of outer gradients: the distance by
@@ -402,9 +410,6 @@ class FragmentState:
             torch.add(outer, gradient[stretch], out=moved)
             norms.append(torch.linalg.vector_norm(moved))
         return torch.linalg.vector_norm(torch.stack(norms))
-
-    def _zero(self) -> Tensor:
-        return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_as_outer(self, names: Collection[str]) -> None:
         """Makes the local values of some parameters, which are the same in all groups, the outer
@@ -434,9 +439,6 @@ class FragmentState:
     def load(self, stored: Tensor | None) -> Tensor | None:
         return None if stored is None else self.storage.load(stored)
 
-    def store(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else self.storage.store(values)
-
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard, on the device, from the prefetched copy if
         there is one.
@@ -463,6 +465,19 @@ class FragmentState:
     def committed(self) -> Commit:
         """Returns the state after the last landing."""
         return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
+
+    def stored(self, commit: Commit) -> Commit:
+        """Returns a commit whose tensors are in the storage."""
+        return commit._replace(
+            memory=self._store(commit.memory),
+            tuning=self._store(commit.tuning),
+            residual=self._store(commit.residual),
+            twin=self._store(commit.twin),
+            outer=commit.outer.moved(self.storage.store),
+        )
+
+    def _store(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else self.storage.store(values)
 
     def _commit(self, commit: Commit) -> None:
         self.outer = commit.outer

@@ -4,17 +4,20 @@ from landings.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_sdiloco.algorithm.guard import REMEMBERED
-from lightning_sdiloco.algorithm.weighting import Absences, Exclusions
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.matrices import DirectionCost
 from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.errors import AgreementError
 
 _log = logging.getLogger(__name__)
+
+# A group that is left out this many times in a row will not recover.
+_MOST_LEFT_OUT = 3
 
 
 @dataclass
@@ -130,3 +133,63 @@ class History:
                     landing.launched_at,
                     REMEMBERED,
                 )
+
+
+# How often a group is left out
+
+
+class Exclusions:
+    """Detects when a group starts to be left out, so the event is logged only once.
+
+    The exclusion ends when the group has counted for `REMEMBERED` rounds. Earlier launches belong
+    to the same exclusion.
+
+    Examples:
+        >>> exclusions = Exclusions()
+        >>> [exclusions.begins(group=1, step=step, sync_every=10) for step in (20, 25, 30, 90, 200)]
+        [True, False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        # Maps each group to the inner step of the last launch that left it out.
+        self._last_left_out: dict[int, int] = {}
+
+    def begins(self, group: int, step: int, sync_every: int) -> bool:
+        """Records that a launch left out a group. Returns True if this starts a new exclusion."""
+        last = self._last_left_out.get(group)
+        self._last_left_out[group] = step
+        return last is None or step - last > REMEMBERED * sync_every
+
+
+class Absences:
+    """Counts how many times in a row each group was left out because its values were not finite."""
+
+    def __init__(self, groups: int) -> None:
+        self._in_a_row = [0] * groups
+        self._recovered_at = [0] * groups
+
+    def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
+        for group in range(len(self._in_a_row)):
+            if group not in left_out:
+                self._in_a_row[group] = 0
+            elif launched_at > self._recovered_at[group]:
+                # A fragment that was launched before the group recovered reports the same event
+                # again. Launches precede landings in an inner step, so launches in the step of the
+                # recovery also report it again.
+                self._in_a_row[group] += 1
+                self._recovered_at[group] = landed_at
+        lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
+        if lost:
+            raise AgreementError(
+                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
+                f" {_MOST_LEFT_OUT} times in a row, so the other groups train without it. Check the"
+                " data and learning rate of this group, and resume from a checkpoint, for example"
+                " with gradient clipping."
+            )
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"left_out_in_a_row": list(self._in_a_row), "recovered_at": list(self._recovered_at)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        self._in_a_row = list(state["left_out_in_a_row"])
+        self._recovered_at = list(state["recovered_at"])

@@ -257,10 +257,10 @@ class ShardOptimizer:
         group = self._rates.of(0 if is_dense else before.rounds)[self._group_of[fragment]]
         if is_dense and self._dense_momentum is not None:
             group = {**group, "momentum": min(group["momentum"], self._dense_momentum)}
-        momentum = before.state.get(MOMENTUM)
         is_nesterov = self._is_nesterov and _NESTEROV.items() <= group.items()
         is_on_host = values.device.type == "cpu"
-        if is_nesterov and is_on_host and momentum is not None and group["momentum"]:
+        if is_nesterov and is_on_host and group["momentum"]:
+            momentum = before.state.get(MOMENTUM)
             momentum = nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])
             state = {MOMENTUM: momentum}
         else:
@@ -388,16 +388,20 @@ def outer_optimizer_for(
 
 @torch.no_grad()
 def nesterov_step(
-    values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float
+    values: Tensor, gradient: Tensor, momentum: Tensor | None, lr: float, factor: float
 ) -> Tensor:
     """Takes a step that is bit-identical to that of torch's SGD, but copies nothing. Overwrites the
-    gradient and returns the momentum.
+    gradient and returns the momentum, which is None before the first step.
     """
+    pieces = stretches(values.numel(), values.device)
     new_momentum = new_vector(values.numel(), values.device)
-    for piece in stretches(values.numel(), values.device):
+    for piece in pieces:
         direction = gradient[piece]
         momentum_part = new_momentum[piece]
-        torch.mul(momentum[piece], factor, out=momentum_part).add_(direction)
+        if momentum is None:
+            momentum_part.copy_(direction)
+        else:
+            torch.mul(momentum[piece], factor, out=momentum_part).add_(direction)
         direction.add_(momentum_part, alpha=factor)
         torch.add(values[piece], direction, alpha=-lr, out=direction)
     return new_momentum

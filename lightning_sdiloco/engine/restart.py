@@ -242,7 +242,7 @@ class _SavedFlights:
             controls.append(Control.merged([_control(rank["flights"][index]) for rank in group]))
         weighing_state = self._weighed.states[names]
         count = self._weighing.count(controls, weighing_state)
-        self._weighed.states[names] = self._weighing.heard(controls, weighing_state)
+        self._weighed.states[names] = self._weighing.heard(controls, weighing_state, count)
         if count.factors:
             means = list[OuterState]()
             for rank in range(len(self._groups[0])):
@@ -256,13 +256,14 @@ class _SavedFlights:
         """Returns the mean outer gradient of a shard (line 8 of Algorithm 2)."""
         flights = [group[rank]["flights"][index] for group in self._groups]
         saved = [group[rank]["fragments"][flights[0]["fragment"]] for group in self._groups]
-        return self._all_reduce.at(flights[0]["step"]).reduce_locally(
+        step = flights[0]["step"]
+        return self._all_reduce.at(step).reduce_locally(
             [flight["gradient"] for flight in flights],
             [fragment["memory"] for fragment in saved],
             [fragment["residual"] for fragment in saved],
             count,
             [fragment.get("tuning") for fragment in saved],
-            [flight.get("choice", 0) for flight in flights],
+            [self._all_reduce.at(step, flight.get("choice", 0)) for flight in flights],
         )
 
     def _step(self, flight: State, gradients: Sequence[Tensor]) -> None:

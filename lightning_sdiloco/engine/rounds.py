@@ -24,15 +24,18 @@ restart continue with the rest of the dense beginning. The outer state counts al
 one, the first of an ``lr_schedule``, so a record needs nothing more to resume or to be passed on.
 """
 
+import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.profiler import record_function
 
@@ -42,12 +45,11 @@ from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule, Timetab
 from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.background import Background
-from lightning_sdiloco.engine.flight import PendingFlight, Synchronizer, completed
+from lightning_sdiloco.engine.background import Background, Pending
+from lightning_sdiloco.engine.flight import Synchronizer
 from lightning_sdiloco.engine.fragmented_model import FragmentedModel
-from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose
+from lightning_sdiloco.engine.fragments import Arrival, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.matrices import with_direction
-from lightning_sdiloco.engine.measure import LinkRate, StepClock
 from lightning_sdiloco.engine.recut import Recut
 from lightning_sdiloco.engine.start import (
     NamedOuter,
@@ -59,6 +61,10 @@ from lightning_sdiloco.engine.start import (
 )
 
 Received = TypeVar("Received")
+
+# The clock remembers this many inner steps, and the link rate this many flights.
+_REMEMBERED_STEPS = 16
+_REMEMBERED_FLIGHTS = 3
 
 
 class Loop(Protocol):
@@ -118,6 +124,24 @@ class RequestBits:
         # Requests that a signal handler adds in the meantime are kept.
         self.withdraw(taken)
         return taken
+
+
+@dataclass(frozen=True)
+class PendingFlight:
+    """A flight as the training thread sees it.
+
+    Attributes:
+        launch: What the launch has read.
+        pending: The result.
+        launch_span: The start and end of the launch.
+        lands_at: The inner step after which it lands; infinite at a site, where records determine
+            that.
+    """
+
+    launch: Launch
+    pending: Pending[Arrival]
+    launch_span: Span
+    lands_at: float = math.inf
 
 
 class Federated(Protocol):
@@ -300,25 +324,36 @@ class Rounds:
     def launch_due(self, step: int) -> int:
         """Launches the fragments that are due (lines 5 to 7), and returns their number."""
         due = self.timetable.due(step)
-        if due:
-            self.fragmented_model.cut_model.require_coverage()
+        if not due:
+            return 0
+        is_dense = self.timetable.is_dense(step)
+        self.fragmented_model.cut_model.require_coverage()
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                self.flights.append(self._flight_of(self._launched(index, step), began))
+                launch = self._launched(index, step, is_dense)
+                self.flights.append(self._flight_of(launch, began))
         return len(due)
 
-    def _launched(self, index: int, step: int) -> Launch:
+    def _launched(self, index: int, step: int, is_dense: bool) -> Launch:
         """Reads everything that a fragment's flight carries in a round."""
         launch = self.fragmented_model.fragments[index].launch(
             step, self._deadline(), Purpose.ROUND, self.requests.take()
         )
         launch = launch._replace(
             leg=self._leg(step),
-            is_dense=self.timetable.is_dense(step),
+            is_dense=is_dense,
             step_time=self.step_clock.seconds,
         )
-        return self.link.coded(launch, self._codec, self.timetable.schedule)
+        return self.coded(launch)
+
+    def coded(self, launch: Launch) -> Launch:
+        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        schedule = self.timetable.schedule
+        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
+        overlap_s = overlap_steps * (launch.step_time or math.nan)
+        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        return launch._replace(choice=choice)
 
     def _leg(self, step: int) -> Leg:
         """Returns the groups with which this one exchanges in a round, including itself; () for
@@ -337,7 +372,7 @@ class Rounds:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
         prefetches outer parameters for the next launches.
         """
-        while self.flights and self.timetable.lands_at(self.flights[0].launch.step) <= step:
+        while self.flights and self.flights[0].lands_at <= step:
             yield self._landed(self.flights.pop(0), step)
         if self.fragmented_model.storage.prefetches:
             for index in self.timetable.due(step + 1):
@@ -349,14 +384,27 @@ class Rounds:
         return tuple(flight.launch.fragment for flight in self.flights)
 
     def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
+        lands_at = self.timetable.lands_at(launch.step)
         # The span ends before the background can begin.
         launch_span = began, time.perf_counter()
-        return PendingFlight(
-            launch, self.background.start(self._synchronizer.fly(launch)), launch_span
-        )
+        pending = self.background.start(self._synchronizer.fly(launch))
+        return PendingFlight(launch, pending, launch_span, lands_at)
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
+
+    def arrival_of(self, flight: PendingFlight) -> Arrival:
+        """Waits for a flight and returns its result."""
+        arrival = flight.pending.result()
+        device = self.fragmented_model.storage.device
+        if device.type != "cpu":
+            # The allocator must know that the training stream still reads tensors of the side
+            # stream.
+            training_stream = torch.get_device_module(device).current_stream(device)
+            for tensor in arrival.tensors:
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(training_stream)
+        return arrival
 
     @torch.no_grad()
     def _landed(self, flight: PendingFlight, step: int) -> Landing:
@@ -365,12 +413,10 @@ class Rounds:
         """
         with _recorded("sdiloco::land"):
             began = time.perf_counter()
-            arrival = flight.pending.result()
+            arrival = self.arrival_of(flight)
             wait = began, time.perf_counter()
             launch = flight.launch
             fragment = self.fragmented_model.fragments[launch.fragment]
-            outer = arrival.commit.outer.values
-            keep_until_done([*arrival.gathered, outer, *arrival.untrained.tensors])
             self.fragmented_model.cut_model.reshard()
             is_round = launch.purpose is Purpose.ROUND
             land = fragment.land_at_end if self.is_ending else fragment.land
@@ -442,7 +488,8 @@ class Rounds:
         return iter(())
 
     def close(self) -> None:
-        """Does nothing, because the engine closes the background that it created."""
+        """Ends the background work; flights that have not landed are lost."""
+        self.background.close()
 
     # Checkpoints
 
@@ -525,17 +572,95 @@ def _most_in_flight(schedule: Schedule) -> int:
     return most
 
 
-def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Informs an accelerator's allocator that the training stream still reads tensors of the side
-    stream.
-    """
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(
-                torch.get_device_module(tensor.device).current_stream(tensor.device)
-            )
+def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
+    """Completes the report of a flight that took ``seconds`` and lands now."""
+    launched_at = launch[1]
+    arrived_at = wait[1]
+    ends = [end for _, end in report.spans.values()]
+    ended_at = max(launched_at + seconds, *ends)
+    spans = {
+        "launch": launch,
+        "flight": (launched_at, min(ended_at, arrived_at)),
+        **report.spans,
+        "wait": wait,
+        "land": (arrived_at, time.perf_counter()),
+    }
+    return report._replace(
+        exposed_wait_s=arrived_at - wait[0], in_flight_s=seconds, landed_at=step, spans=spans
+    )
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
     """Names a part of a profile, if one is being recorded."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
+
+
+# What a rank measures, and reports to the others or uses to choose how it encodes a launch
+
+
+class StepClock:
+    """Measures how long this rank trains per inner step.
+
+    It measures from the end of one engine call to the start of the next, so it excludes the time
+    that the engine spends waiting. The median excludes pauses, such as validations.
+
+    Args:
+        seconds: The time to report instead of the measured time.
+
+    Examples:
+        >>> clock = StepClock()
+        >>> for ended, began in ((0.0, 4.0), (1.0, 1.5), (2.0, 2.25), (3.0, 9.0)):
+        ...     clock.note(ended, began)
+        >>> clock.seconds
+        0.5
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._fixed_seconds = seconds
+        self._last_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def note(self, ended: float, began: float) -> None:
+        """Records an inner step.
+
+        Args:
+            ended: The time at which the last call of the engine ended; 0 if there was none.
+            began: The time at which this call of the engine began.
+        """
+        if ended:
+            self._last_seconds.append(began - ended)
+
+    @property
+    def seconds(self) -> float:
+        if self._fixed_seconds:
+            return self._fixed_seconds
+        return median(self._last_seconds) if self._last_seconds else 0.0
+
+
+class LinkRate:
+    """Remembers the rate of this rank's link: the highest of the last flights, because a flight may
+    stall.
+
+    Attributes:
+        last: The rates of the last flights, in bytes per second.
+        fixed: The rate to report instead, in bytes per second, for simulations.
+
+    Examples:
+        >>> link = LinkRate()
+        >>> for rate in (1e6, 2e6, 1e3, 0.0, 5e5, 4e5):
+        ...     link.note(rate)
+        >>> link.bytes_per_s
+        500000.0
+    """
+
+    def __init__(self) -> None:
+        self.last: list[float] = []
+        self.fixed = 0.0
+
+    def note(self, bytes_per_s: float) -> None:
+        """Records the rate to each receiver in a flight; 0 if unknown."""
+        if bytes_per_s > 0:
+            self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.fixed or max(self.last, default=0.0)

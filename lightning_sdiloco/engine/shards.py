@@ -588,10 +588,8 @@ class FragmentLayout(ABC):
         self.names = tuple(names)
         self.parameters = list(parameters)
         # Finds the copies of each parameter that optimizers keep, which must change with it. Set by
-        # `FragmentedModel`.
-        self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] = (
-            lambda parameters: [()] * len(parameters)
-        )
+        # `FragmentedModel`; None if there are no copies.
+        self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] | None = None
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
@@ -621,6 +619,8 @@ class FragmentLayout(ABC):
 
     @property
     def _copies(self) -> Sequence[Sequence[Tensor]]:
+        if self.copies_of is None:
+            return [()] * len(self.parameters)
         return self.copies_of(self.parameters)
 
     def let_go(self) -> None:

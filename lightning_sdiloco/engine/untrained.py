@@ -27,8 +27,10 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import reduce
 from itertools import compress
 from math import isfinite
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -391,6 +393,19 @@ class Arrived(NamedTuple):
 NOTHING = Arrived({}, {}, {}, {})
 
 
+class Changes(NamedTuple):
+    """How the untrained state of a fragment differs from its outer values at a launch.
+
+    Attributes:
+        bits: One bit for each exchanged tensor that differs, and one that says whether a tensor of
+            the kind `own` has changed.
+        size: The size of the tensors that differ; see `UntrainedState.size`.
+    """
+
+    bits: int
+    size: float
+
+
 class OwnState:
     """The state that each group keeps for itself. Detects whether code has changed it since the
     start.
@@ -638,17 +653,21 @@ class UntrainedState:
         self._has_warned = True
         return False
 
-    def changed(self, snapshot: Sequence[Tensor], *, everything: bool = False) -> int:
-        """Compares with the outer values: one bit for each tensor of a snapshot that differs, and
-        one for `own`.
+    def changes(self, snapshot: Sequence[Tensor], *, is_unlike: bool) -> "Changes":
+        """Compares a snapshot with the outer values.
+
+        With ``is_unlike``, these differ between groups, which then cannot agree on what has changed:
+        all tensors are exchanged.
         """
-        bits = 0
-        for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
-            if everything or not are_alike(values, outer):
-                bits |= _bit(index)
+        size = 0.0
+        changed: Iterable[int] = range(len(snapshot))
+        if not is_unlike:
+            changed = self.changed_since(snapshot)
+            size = self.size(snapshot, changed)
+        bits = reduce(or_, map(_bit, changed), 0)
         if self.own_moved or self.own.has_changed():
             bits |= _OWN_MOVED
-        return bits
+        return Changes(bits, size)
 
     def travelling(self, changed: int) -> list[int]:
         """Returns the indices of the tensors to exchange, given the combined bits of all groups."""

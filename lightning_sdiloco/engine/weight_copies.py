@@ -83,6 +83,11 @@ class WeightCopies:
         # The state has an entry for every name that a user gave.
         self._is_checked = False
 
+    @property
+    def exist(self) -> bool:
+        """Whether an optimizer keeps copies."""
+        return bool(self._keepers)
+
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
         """Sets the parameters of the fragments, by name."""
         self._parameters = parameters

@@ -560,14 +560,10 @@ def _control_of(contribution: Contribution) -> Control:
 
 def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
     """Builds the state of a fragment after a landing."""
-    memory = None
-    tuning = None
+    commit = fragment.committed()._replace(outer=outer, memory=None, tuning=None)
     if encoded is not None:
-        memory = fragment.store(encoded.memory)
-        tuning = fragment.store(encoded.tuning)
-    return fragment.committed()._replace(
-        outer=outer.moved(fragment.storage.store), memory=memory, tuning=tuning
-    )
+        commit = commit._replace(memory=encoded.memory, tuning=encoded.tuning)
+    return fragment.stored(commit)
 
 
 def _nbytes(fetches: Sequence[Fetch]) -> int:

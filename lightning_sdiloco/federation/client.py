@@ -297,7 +297,7 @@ class HubClient:
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    def bandwidth(self, up: bool, seconds: float, most: int = _MOST_BYTES) -> float:
+    def bandwidth(self, up: bool, seconds: float) -> float:
         """Measures the total bandwidth of all blob connections in one direction, in bits per
         second.
         """
@@ -311,7 +311,7 @@ class HubClient:
             self._burst(up, at_once, size)
             if time.perf_counter() - began > seconds / 4:
                 break
-        return self._burst(up, at_once, size, most, time.perf_counter() + seconds)
+        return self._burst(up, at_once, size, _MOST_BYTES, time.perf_counter() + seconds)
 
     def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
         """Sends concurrent pings over all connections until a time or a number of bytes is reached.

@@ -29,11 +29,10 @@ from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import Pending, Result, Work
-from lightning_sdiloco.engine.flight import PendingFlight, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.restart import State
-from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.rounds import PendingFlight, Rounds, completed
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.arithmetic import (
@@ -454,8 +453,7 @@ class FederatedWorld:
         )
         self._compare_rates()
         self._rounds.link.note(self._connection.hub.sends_bytes_per_s)
-        codec = self._rounds.settings.codec
-        launch = self._rounds.link.coded(launch, codec, self._rounds.timetable.schedule)
+        launch = self._rounds.coded(launch)
         self._encode(launch, begun, (began, time.perf_counter()))
 
     def _compare_rates(self) -> None:
@@ -555,19 +553,23 @@ class FederatedWorld:
             self._look_after()
             if not self.follower.finished:
                 self._connection.hub.wait(_MOMENT)
-        self.close()
+        self._leave_hub()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
         """Does nothing, because a site that ends takes no final mean while other sites continue."""
         return iter(())
 
-    def close(self) -> None:
+    def _leave_hub(self) -> None:
         if not self._has_left:
             self._has_left = True
             hub = self._connection.hub
             hub.heartbeat(self.follower)
             hub.leave()
             hub.close()
+
+    def close(self) -> None:
+        self._leave_hub()
+        self._rounds.close()
 
     def _look_after(self) -> None:
         self._send()

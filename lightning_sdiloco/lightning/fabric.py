@@ -350,7 +350,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             **vars(self._options.settings),
         )
         # Users validate and save between two inner steps, so batches are watched instead.
-        engine.watch.stop()
+        if engine.watch is not None:
+            engine.watch.stop()
         if self.engine is None and engine.topology.rank == 0:
             # Called when the strategy is garbage-collected, or at the end of the process.
             weakref.finalize(self, _warn_of_unfinished, self._unfinished)

@@ -210,7 +210,8 @@ class Fit(FitState):
         self._results.engine = engine
         # Lightning validates and saves on all ranks between two inner steps, so the fit watches
         # batches instead.
-        engine.watch.stop()
+        if engine.watch is not None:
+            engine.watch.stop()
         # A learning rate finder has already trained in this fit.
         self.landed = False
         self.counts = BatchCounts()

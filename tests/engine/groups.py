@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.engine.measure import StepClock
+from lightning_sdiloco.engine.rounds import StepClock
 from lightning_sdiloco.engine.turns import in_turns, turns_of
 from tests.bits import same_bits
 from tests.training import batch, inner_optimizer, mlp

@@ -111,9 +111,8 @@ class Loudest(Weighing):
         groups = [group for group, control in pairs if control.finite and control.weight]
         return Count({max(groups, key=loudness): 1.0}) if groups else Count({})
 
-    def heard(self, controls: Sequence[Control], state: Any) -> list[int]:
-        factors = self.count(controls, state).factors
-        return [rounds + (group in factors) for group, rounds in enumerate(state)]
+    def heard(self, controls: Sequence[Control], state: Any, count: Count) -> list[int]:
+        return [rounds + (group in count.factors) for group, rounds in enumerate(state)]
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,8 @@ def test_z_scores_match_their_formulas() -> None:
     weighing = ZScore(alpha=0.0)
     scores = weighing.start(1)
     for norm in USUAL_NORMS:
-        scores = weighing.heard([said(norm=norm)], scores)
+        controls = [said(norm=norm)]
+        scores = weighing.heard(controls, scores, weighing.count(controls, scores))
     assert scores[0] == pytest.approx([20, mean(USUAL_NORMS), pvariance(USUAL_NORMS)])
 
 
@@ -259,8 +259,9 @@ def test_z_scores_reject_only_brief_outliers(later_norms: list[float]) -> None:
     state = weighing.start(2)
     for norm in [*USUAL_NORMS, *later_norms]:
         controls = [said(), said(norm=norm)]
-        is_outlying.append(1 in weighing.count(controls, state).outlying)
-        state = as_in_checkpoint(weighing.heard(controls, state))
+        count = weighing.count(controls, state)
+        is_outlying.append(1 in count.outlying)
+        state = as_in_checkpoint(weighing.heard(controls, state, count))
     assert is_outlying[20]
     assert not any(is_outlying[:20])
     assert not any(is_outlying[-20:])

@@ -26,7 +26,7 @@ from lightning_sdiloco.algorithm.config import AUTO, Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.measure import StepClock
+from lightning_sdiloco.engine.rounds import StepClock
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.federation.remote import HubConnection

@@ -115,16 +115,12 @@ def play_sites(
         )
     first = outcomes[0][1]
     assert first is not None
-    records = _records_of(hub)
+    records = [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
     courses = [
         incarnation.course(outcome[0], records)
         for incarnation, outcome in zip(incarnations, outcomes, strict=True)
     ]
     return FederatedRun(courses, first, records, _terms_of(hub))
-
-
-def _records_of(hub: InProcessHub) -> list[Record]:
-    return [Record.from_bytes(encoded) for _, encoded in hub.journal.read()]
 
 
 def _terms_of(hub: InProcessHub) -> str:
