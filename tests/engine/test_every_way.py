@@ -416,7 +416,7 @@ def test_files_and_states_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     for missing_key in ("rank", "settings"):
         state = dict(engine.state_dict())
         del state[missing_key]
-        assert_refused("of an earlier version, which this", trained(0).load_state_dict, state)
+        assert_refused("saved by an earlier version", trained(0).load_state_dict, state)
     content = torch.load(path, weights_only=True)
     content["streaming_diloco"] |= {"format": 1, "version": "7.0"}
     torch.save(content, path)
@@ -433,7 +433,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
         states = [engine.state_dict()]
         torch.distributed.broadcast_object_list(states)  # as from a file that rank 0 wrote alone
         assert (
-            "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1"
+            "saved with {'worker_groups': 2, 'group_size': 1}, but this run has {'worker_groups': 1"
         ) in refusal(trained(0, worker_groups=1).load, path)
         if rank == 0:
             trained(0).load_state_dict(states[0])

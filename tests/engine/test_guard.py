@@ -203,7 +203,7 @@ def test_a_trainer_says_on_one_rank_which_group_is_left_out() -> None:
         log = fits.said_by("lightning_sdiloco")
         choices = {"sync_every": 4, "overlap_steps": 2}
         fits.fit(rank, world_size, 2, 20, choices, make=spoiled)
-        return [text for text in log if "leaves that group out" in text]
+        return [text for text in log if "excludes that group" in text]
 
     warnings, warnings_of_rank_1 = run_processes(run, 2)
     (warning,) = warnings

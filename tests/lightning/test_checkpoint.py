@@ -567,7 +567,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "rank_00001.pt, which is missing": partial(remove_file, "rank_00001.pt"),
     "manifest.json, which is missing": partial(remove_file, "manifest.json"),
     "move or copy both": remove_folder,
-    "differs from what was saved": flip_a_bit,
+    "differs from the file that was saved": flip_a_bit,
     "which is missing. The folder": take_folder_of_step_5,
 }
 OTHER_SETTINGS: dict[str, Any] = {
