@@ -226,7 +226,7 @@ def is_whole(path: str, save: str) -> bool:
 
 
 def fingerprint(path: str) -> str:
-    """Returns a string that changes when a file is replaced. A missing file has an empty string."""
+    """Returns a string that changes when a file is replaced, and "" for a missing file."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.file):
         return ""
@@ -234,9 +234,7 @@ def fingerprint(path: str) -> str:
 
 
 def beside(path: str, save: str) -> str | None:
-    """Returns a path for writing a checkpoint file before it is moved into place, if files can be
-    moved.
-    """
+    """Returns a temporary path for writing a checkpoint file, or None if files cannot be moved."""
     folder = _Folder(path)
     return f"{folder.path}/{save}/checkpoint" if folder.is_local else None
 
@@ -544,7 +542,7 @@ def take_up_training(saved: State, inner_optimizers: Sequence[Optimizer]) -> Non
 
 
 def start_of(header: Header, saved: State) -> str:
-    """Describes the inner step from which a rank resumes, for comparing ranks."""
+    """Describes the inner step from which a rank resumes."""
     return f"inner step {saved['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
 
 
