@@ -14,22 +14,22 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.fragments import Diagnostics, Launch
 
-# The clock remembers this many inner steps, and the link rate this many flights.
+# The numbers of inner steps and flights from which the step time and the link rate are computed.
 _REMEMBERED_STEPS = 16
 _REMEMBERED_FLIGHTS = 3
 
-# The names under which torch's optimizers keep the running mean of their gradients.
+# The keys under which torch's optimizers store the running mean of their gradients.
 _MOMENTUM_NAMES = ("momentum_buffer", "exp_avg")
 
 
 class StepClock:
-    """Measures how long this rank trains per inner step.
+    """A clock that measures how long this rank trains per inner step.
 
-    It measures from the end of one engine call to the start of the next, so it excludes the time
-    that the engine spends waiting. The median excludes pauses, such as validations.
+    The clock measures the time between two engine calls, which excludes the time that the engine
+    spends waiting. Taking the median excludes pauses such as validation.
 
     Args:
-        seconds: The time to report instead of the measured time.
+        seconds: The step time to report instead of the measured step time.
 
     Examples:
         >>> clock = StepClock()
@@ -47,8 +47,8 @@ class StepClock:
         """Records an inner step.
 
         Args:
-            ended: The time at which the last call of the engine ended; 0 if there was none.
-            began: The time at which this call of the engine began.
+            ended: The time when the last engine call ended, or 0 if there was none.
+            began: The time when this engine call began.
         """
         if ended:
             self._last_seconds.append(began - ended)
@@ -61,12 +61,12 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers the rate of this rank's link: the highest of the last flights, because a flight may
-    stall.
+    """The rate of this rank's link, which is the highest rate of the last flights because a flight
+    may stall.
 
     Attributes:
         last: The rates of the last flights, in bytes per second.
-        fixed: The rate to report instead, in bytes per second, for simulations.
+        fixed: The rate that simulations report instead of a measured rate, in bytes per second.
 
     Examples:
         >>> link = LinkRate()
@@ -81,7 +81,7 @@ class LinkRate:
         self.fixed = 0.0
 
     def note(self, bytes_per_s: float) -> None:
-        """Records the rate to each receiver in a flight; 0 if unknown."""
+        """Records the rate to each receiver in a flight, where 0 means unknown."""
         if bytes_per_s > 0:
             self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
 
@@ -90,7 +90,7 @@ class LinkRate:
         return self.fixed or max(self.last, default=0.0)
 
     def coded(self, launch: Launch, codec: Compression, schedule: Schedule) -> Launch:
-        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        """Chooses the encoding of a launch based on this rank's own measurements."""
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
         choice = codec.choice(len(launch.gradient), self.bytes_per_s, overlap_s)
@@ -98,19 +98,20 @@ class LinkRate:
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns the seconds for which the messages of the other groups were on the link.
+    """Returns how many seconds the messages of the other groups were on the link.
 
-    The time starts when all messages could be sent: a message is sent once its receiver has posted
-    its own messages. A receiver that waits for a message measures when it arrives. It cannot
-    measure this if the message arrived before the wait began, or together with the notice that its
-    group has launched, which precedes the encoding. The result is then NaN.
+    A message is sent once its receiver has posted its own messages, so the time starts when every
+    message could be sent. The receiver can measure the arrival of a message only while waiting for
+    it. The result is NaN if the messages arrived before the wait began. The result is also NaN if
+    they arrived together with the notice that their group had launched, because that notice is sent
+    before encoding.
 
     Args:
-        posted: The time at which this rank posted its messages.
-        began: The time at which it began to wait for the others' messages.
-        launched: The time at which it learned that all groups have launched.
-        ended: The time at which their messages had arrived.
-        encoding: The seconds in which this rank encoded its own messages.
+        posted: The time when this rank posted its messages.
+        began: The time when this rank began to wait for the messages of the other groups.
+        launched: The time when this rank was notified that all groups had launched.
+        ended: The time when all messages had arrived.
+        encoding: The time in seconds that this rank spent encoding its messages.
 
     Examples:
         >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
@@ -127,20 +128,20 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
 
 class Diagnosis:
-    """Measures during a flight how closely the groups agree on its fragment."""
+    """Measurements during a flight of how closely the groups agree on its fragment."""
 
     def __init__(self) -> None:
         self._encoding_squares = torch.empty(0)
         self._mean_sums = torch.empty(0)
 
     def measure_encoding(self, decoded: Tensor, values: Tensor) -> None:
-        """Measures how much the values that this group sends differ from the values it encoded."""
+        """Measures the error that encoding adds to the values that this group sends."""
         self._encoding_squares = _squares([decoded - values, values])
 
     def measure_mean(
         self, payloads: Sequence[Tensor], compression: Compression, mean: Tensor
     ) -> None:
-        """Measures how closely the payload of each group points in the direction of the mean."""
+        """Measures the alignment of each group's payload with the mean."""
         sums = [_squares([mean])]
         decoded = torch.empty_like(mean)
         for payload in payloads:
@@ -156,7 +157,7 @@ class Diagnosis:
     def result(
         self, launch: Launch, outer_state: Mapping[str, Any], in_group: Communicator
     ) -> Diagnostics:
-        """Returns how closely the groups agree, after the outer step. In-group collective."""
+        """Returns all measurements after the outer step. In-group collective."""
         outer_squares = torch.full((3,), math.nan, dtype=torch.float64, device=launch.outer.device)
         outer_squares[:2] = _squares([launch.gradient, launch.outer])
         momentum = _momentum_of(outer_state)

@@ -376,7 +376,7 @@ def test_schedules_that_cannot_be_stepped_by_counting_rounds_are_refused() -> No
     assert_schedule_refused(words, lambda optimizer: 0.5)
     schedule = StepLR(SGD([torch.zeros(1)], lr=0.1), 3)
     assert_schedule_refused("a StepLR, which schedules another opt", lambda optimizer: schedule)
-    words = "could not make a scheduler .*T_max.*functools.partial"
+    words = "could not create a scheduler .*T_max.*functools.partial"
     assert_schedule_refused(words, CosineAnnealingLR)
     words = "could not make a scheduler of the outer optimizer: 'rounds'"
     assert_schedule_refused(words, lambda optimizer: {}["rounds"])
