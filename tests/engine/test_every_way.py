@@ -527,7 +527,7 @@ def outer_parameters(engine: StreamingDiLoCo) -> list[Tensor]:
 
 def test_a_restart_without_the_files_of_all_ranks_of_any_group_is_refused() -> None:
     (state,), (state_of_group_1,) = states()
-    words = "No worker group has the files of all its ranks"
+    words = "no worker group has the files of all of its ranks"
     assert_refused(words, restart_from, [[state, None], [None, state_of_group_1]], Settings())
 
 
