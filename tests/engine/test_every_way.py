@@ -775,7 +775,9 @@ def test_a_newly_trainable_layer_without_a_recut_is_refused_at_the_next_launch(
     change(model)
     for _ in range(2):
         engine.step()
-    words = rf"2 parameters .* such as '{name}'.*change what is trainable between epochs"
+    words = (
+        rf"2 parameters .* such as '{name}'.*freeze, unfreeze or replace parameters between epochs"
+    )
     with pytest.raises(AgreementError, match=words):
         engine.step()
 
