@@ -819,7 +819,7 @@ def test_unsuitable_numbers_get_one_warning_that_names_suitable_ones(
     def assert_warned(suitable_lr: float, **choices: Any) -> None:
         (warning,) = warnings_of(caplog, **choices)
         suitable_momentum = f"outer_momentum={SPARSE.outer_momentum:g}"
-        assert f"to get outer_lr={suitable_lr:g} and {suitable_momentum}" in warning
+        assert f"to use outer_lr={suitable_lr:g} and {suitable_momentum}" in warning
 
     plain = {"outer_momentum": 0.0, "compression": SENDERS}
     assert_warned(SPARSE.outer_lr, outer_momentum=0.9)
