@@ -403,7 +403,7 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     missing = [index for index, parameter in enumerate(parameters) if id(parameter) not in groups]
     if missing or len(groups) != len(parameters):
         raise ValueError(
-            f"outer_optimizer returned an optimizer of {len(groups)} tensors that does not"
+            f"outer_optimizer returned an optimizer for {len(groups)} tensors that does not"
             f" include the shards {missing} of {len(parameters)}. The optimizer must include"
             " exactly the shards that outer_optimizer receives. Pass the shards to the optimizer"
             " unchanged."
@@ -427,8 +427,8 @@ def _check_elementwise(make: Make, count: int) -> None:
         raise ValueError(
             f"outer_optimizer could not step flat float32 shards: {error}. The callable receives"
             " a list of one-dimensional tensors, one per fragment, and must return a"
-            " torch.optim.Optimizer whose step() needs no closure. Pass, for example,"
-            f" {AN_OUTER_OPTIMIZER}."
+            " torch.optim.Optimizer whose step() needs no closure. Choose an optimizer such as"
+            " {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
@@ -614,7 +614,7 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise _unusable(scheduler, "needs a metric, which an outer step does not have")
     if scheduler.optimizer is not carrier:
-        raise _unusable(scheduler, "schedules another optimizer than the one it was given")
+        raise _unusable(scheduler, "schedules a different optimizer from the one that it received")
     # Schedulers warn if their optimizer has not stepped before them.
     carrier.step()
     return scheduler

@@ -345,7 +345,7 @@ def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_befor
     landed_at = [step for step in range(4, 20) if resumed.step()]
     assert landed_at[0] == 3 + 8 + 5, "rounds are counted from the end of the warm-up"
     assert_refused(
-        r"after 3 inner steps, inside a warm-up of 4, .* restart from the outer",
+        r"after 3 inner steps, during a warm-up of 4 steps .* restart from the outer",
         Groups(**SHORT).load,
         saved_by_an_older_version(warmup_steps=4),
     )
@@ -405,7 +405,7 @@ def test_files_and_states_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     engine = trained()
     engine.save(path)
     without_optimizer = StreamingDiLoCo(mlp(), **LAYERED)
-    words = "holds the state of 1 inner optimizers, but there are 0"
+    words = "contains the state of 1 inner optimizers, but this run has 0"
     assert_refused(words, without_optimizer.load, path)
     words = "different settings: sync_every was 4, now it is 5"
     assert_refused(words, trained(0, sync_every=5).load, path)

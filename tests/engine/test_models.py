@@ -208,7 +208,7 @@ def test_models_wrapped_by_fabric_keep_the_names_that_the_user_gave() -> None:
 def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
-        words = f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"
+        words = f"'0.weight' is sharded over several .* a mesh of rank {rank}"
         with pytest.raises(ValueError, match=words):
             StreamingDiLoCo(sharded, worker_groups=2)
         flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
