@@ -1,4 +1,4 @@
-"""The engine, which launches and lands the fragments of a model in any PyTorch training loop.
+"""The engine that launches and lands the fragments of a model in any PyTorch training loop.
 
 The training loop calls the engine after every inner step. When training ends, the model contains
 the outer parameters. Start with `rounds`, which implements Algorithm 2. Continue with `flight`,

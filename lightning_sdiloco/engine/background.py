@@ -1,4 +1,4 @@
-"""The background, which processes flights while training continues.
+"""Processes flights in the background while training continues.
 
 Work is a generator, and the code between two ``yield`` statements is a stage. Each stage processes
 work in the order in which it was started. One fragment can therefore be encoded while a second is
@@ -167,7 +167,7 @@ class _Streams:
 class InlineBackground(Background):
     """Runs the work of several groups in one process without threads.
 
-    The first stage runs when the work starts. The remaining stages run when its result is
+    The first stage runs when the work starts. The remaining stages run when the result is
     requested.
     """
 

@@ -1,4 +1,4 @@
-"""The checkpoint folder, which holds a manifest and one file per rank next to the checkpoint file.
+"""Saves and loads the folder next to a checkpoint file, with a manifest and one file per rank.
 
 [Note: the order of a save] The checkpoint file names the folder of its save. First, all ranks write
 their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved into place
@@ -48,7 +48,7 @@ from lightning_sdiloco.version import VERSION
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""The version of the folder's format, which is the only version that can be read."""
+"""The version of the folder's format. Folders in any other version cannot be read."""
 
 KEY = "streaming_diloco"
 """The key in the checkpoint file that names its folder."""
@@ -102,8 +102,8 @@ class _Folder:
 
     Attributes:
         filesystem: The file system of the checkpoint file and its folder.
-        file: The path of the checkpoint file within that file system.
-        path: The path of the folder within that file system.
+        file: The path of the checkpoint file in ``filesystem``.
+        path: The path of the folder in ``filesystem``.
         is_local: Whether the folder is on a local file system, where files can be moved.
     """
 
@@ -126,7 +126,7 @@ class _Folder:
         return bool(self.filesystem.exists(f"{self.path}/{name}"))
 
     def remove(self, target: str) -> None:
-        """Removes the folder or a path within it, if that exists."""
+        """Removes the folder or a path within it if the path exists."""
         if self.filesystem.exists(target):
             self.filesystem.rm(target, recursive=True)
 
@@ -309,8 +309,8 @@ def with_entries(state: State, tree: State, topology: Topology) -> State:
     if failures:
         _log.warning(
             "Rank %d could not save its own state: %s. A resumed run uses the state saved by"
-            " rank 0, or the state that the script sets up. Make the object save plain values or"
-            " tensors.",
+            " rank 0, or the state that the script sets up. Change the object so that it saves"
+            " plain values or tensors.",
             topology.rank,
             "; ".join(failures),
         )
@@ -408,8 +408,8 @@ def write_common_file(
 def _by_all(
     path: str, save: str, topology: Topology, write: Callable[[], Outcome], advice: str
 ) -> list[Outcome]:
-    """Writes on all ranks and returns the results, or raises an error on all ranks if any rank
-    fails.
+    """Calls ``write`` on all ranks and returns the results. If any rank fails, all ranks raise an
+    error.
     """
     outcomes = topology.world.attempt(write)
     failures = list[str]()

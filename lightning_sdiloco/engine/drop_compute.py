@@ -1,4 +1,4 @@
-"""DropCompute, which drops the remaining micro-batches of a rank that is late in an inner step."""
+"""DropCompute: drops the remaining micro-batches of a rank that is late in an inner step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

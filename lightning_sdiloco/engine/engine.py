@@ -98,13 +98,14 @@ class StreamingDiLoCo:
             ``outer_momentum`` is ``"auto"``, its value depends on the number of groups,
             ``sync_every`` and the compression.
         fragments: How the model is divided. Pass ``"strided:3"`` or ``"sequential:3"`` to set the
-            number of repeated blocks per fragment. By default, a fragment has an eighth of the
-            blocks, but at least one, and at most three unless that makes more than 32 fragments.
-            ``"balanced"`` makes as many fragments as ``"strided"``, but of equal size. Pass an
-            integer for that number of fragments of equal size, or pass one list of shell-style
-            patterns for parameter names per fragment.
-        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, such
-            as ``"fp4"``, or a `Compression`.
+            number of repeated blocks per fragment. By default, a fragment contains an eighth of the
+            blocks, with a minimum of one and a maximum of three. Deeper models have more blocks per
+            fragment, so that there are at most 32 fragments. ``"balanced"`` creates the same number
+            of fragments as ``"strided"``, but with equal sizes. Pass an integer to create that many
+            fragments of equal size. Alternatively, pass one list per fragment with shell-style
+            patterns for parameter names.
+        compression: The encoding of outer gradients, which is a `Compression` or a name from
+            ``compression.COMPRESSIONS``, such as ``"fp4"``.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: The momentum of the outer Nesterov SGD as defined by torch, or ``"auto"``.
         outer_optimizer: A callable that takes the flat float32 shards, one per fragment, and
@@ -115,14 +116,14 @@ class StreamingDiLoCo:
             ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or pass a
             `TwoShot`.
         dense_beginning: A `DenseBeginning`, which makes groups exchange more often in the first
-            rounds. The default is no dense beginning.
+            rounds. By default, there is no dense beginning.
         schedule: A `LaunchSchedule`, such as `Selective`, that determines when fragments launch. By
             default, each fragment launches every ``sync_every`` inner steps.
         weighing: A `Weighing`, which determines the weight of each group in a mean. By default, a
             group's weight is proportional to the inner steps that it trained.
         route: A `Route`, such as `RandomPairs`, that determines which groups exchange with each
-            other in a round. By default, all groups do. With a route, groups have different outer
-            parameters, and you need `group_mean` to evaluate the outer model.
+            other in a round. By default, all groups exchange with each other. With a route, groups
+            have different outer parameters, and you need `group_mean` to evaluate the outer model.
         untrained: How to handle buffers and frozen parameters. Map patterns of their names to
             ``"mean"``, ``"first"`` or ``"own"``. By default, statistics of normalization layers are
             averaged, other small buffers are taken from the first group, and each group keeps its
@@ -382,8 +383,8 @@ class StreamingDiLoCo:
 
         In-group collective. Blocks may be nested. If you pass a mean from `group_mean`, the model
         takes that mean, without waiting for other groups. Otherwise, the model takes the outer
-        parameters, which differ between groups if a route is used. Each group uses its own
-        untrained state, unless you pass a mean, which includes the first group's untrained state.
+        parameters, which differ between groups if a route is used. Each group keeps its own
+        untrained state, but a mean includes the untrained state of the first group.
         """
         return self.fragmented_model.view.shown(mean)
 
@@ -464,10 +465,10 @@ class StreamingDiLoCo:
         return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters by name, as float32 tensors on the host, identical on every
-        rank.
+        """Returns the outer parameters by name as float32 tensors on the host.
 
-        After `finish`, the values are read from the model; see `OuterView.keep_outer`.
+        The values are identical on all ranks. After `finish`, they are read from the model; see
+        `OuterView.keep_outer`.
 
         All ranks of a worker group must call this method. After `finish`, this is required only if
         the parameters are sharded. If a route is used, the result is the mean of the groups, and
@@ -493,7 +494,7 @@ class StreamingDiLoCo:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Returns the state of `state_dict` without the local values."""
+        """Returns the result of `state_dict` without the local values."""
         return {
             "counts": asdict(self.history.counts),
             "requests": self.rounds.requests.bits,
@@ -535,9 +536,9 @@ class StreamingDiLoCo:
 
         ``path`` is an ordinary checkpoint file. Its ``state_dict`` contains the outer parameters
         or, while `has_landed` is False, the mean of the groups' parameters. A folder next to the
-        checkpoint file contains one file per rank. Each file stores the state of the engine,
-        including fragments in flight, and the state of ``inner_optimizers``, local parameters, the
-        modules' extra state and random number generators.
+        checkpoint file contains one file per rank. Each file stores the state of the engine and of
+        ``inner_optimizers``, fragments in flight, local parameters, the modules' extra state, and
+        the state of random number generators.
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
@@ -603,13 +604,13 @@ class StreamingDiLoCo:
             )
 
     def report(self) -> dict[str, float]:
-        """Returns the counters so far and the settings used by outer steps and landings.
+        """Returns the counters so far and the numeric settings of outer steps and landings.
 
         ``flights_dropped`` is the number of flights that were discarded when a run continued with
         different groups or settings. ``bytes_sent`` and ``bytes_received`` are the bytes that this
         rank sent to other groups and received from them. ``exposed_wait_s`` is the time that
-        training waited for fragments, and ``in_flight_s`` is the total time that fragments were in
-        flight.
+        training spent waiting for fragments, and ``in_flight_s`` is the total time that fragments
+        were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 

@@ -1,5 +1,4 @@
-"""The flight of a fragment from its launch to its landing, which implements lines 7 to 11 of
-Algorithm 2.
+"""The flight of a fragment from its launch to its landing (lines 7 to 11 of Algorithm 2).
 
 A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7).
 `Flight.average` receives and averages the outer gradients of all groups (line 8). `Flight.step`
@@ -128,8 +127,8 @@ class Synchronizer:
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Runs the flight of a fragment in up to three stages. In-group collective, called in the
-        order of launches on all ranks.
+        """Runs the flight of a fragment in up to three stages. This in-group collective must run in
+        the order of launches on all ranks.
         """
         flight = Flight(self, launch)
         del launch  # so that its values can be freed during the flight
@@ -143,8 +142,8 @@ class Synchronizer:
     def sends_words_ahead(self, launch: Launch) -> bool:
         """Returns whether the control vector of the next flight travels ahead of its payload.
 
-        Groups count their flights even if they are at different points in training, which their
-        control vectors reveal.
+        All groups count flights in the same way, even if control vectors later reveal that groups
+        are at different points.
         """
         is_chosen = next(self._flight_numbers) % _FLIGHTS_PER_WORD_AHEAD == 0
         is_short = self._may_send_words_along and launch.gradient.numel() < _FEW_VALUES
@@ -172,8 +171,8 @@ class Synchronizer:
             raise ExchangeError(
                 f"{missing} while fragment {launch.fragment}, launched after inner step"
                 f" {launch.step}, was in flight. The run cannot continue without that group. Find"
-                " out why the group stopped or is unreachable. If it was merely slow, increase"
-                " timeout."
+                " out why the group stopped or is unreachable. If the group was merely slow,"
+                " increase timeout."
             ) from missing
         sent_after = sum([exchange.bytes_sent for exchange in exchanges])
         received_after = sum([exchange.bytes_received for exchange in exchanges])
@@ -463,7 +462,7 @@ class _Kind(ABC):
 
     @abstractmethod
     def second_hop(self, mean: Tensor) -> SecondHop | None:
-        """Returns the message with this group's part of the mean, or None without a second hop."""
+        """Returns the message with this group's part of the mean, or None if there is only one hop."""
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
         """Returns the mean outer gradient, computed from the mean of the values that the groups

@@ -154,7 +154,7 @@ class Launch(NamedTuple):
         return Launch(**{**state, **tensors}, deadline=deadline)
 
     def without_values(self) -> "Launch":
-        """Replaces the gradient with one of the same length that takes no memory."""
+        """Replaces the gradient with a tensor of the same length that needs no memory."""
         return self._replace(gradient=self.gradient.new_zeros(()).expand(len(self.gradient)))
 
 
@@ -202,8 +202,8 @@ class Landing(NamedTuple):
             for them or because they were too short.
         sites: In a federation, the names of the sites that were included in the round. This site is
             among them unless it was late.
-        step_times: The duration of an inner step of each group at the launch, in seconds, to three
-            digits, or 0 if unknown.
+        step_times: The duration of each group's inner step at the launch, in seconds with three
+            digits. A duration is 0 if unknown.
         direction_norm: The norm of the direction of the mean outer gradient, or NaN if there was no
             outer step or no parameter is a matrix.
         lost_steps: In a federation, the number of this site's inner steps that are lost because
@@ -345,7 +345,7 @@ class FragmentState:
         self.untrained.let_go()
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads the data for a flight and resets the amount of training since the last launch."""
+        """Reads the data for a flight and resets the count of micro-batches since the last launch."""
         launch = self.read(step, deadline, purpose, requests)
         self.untrained.launched()
         self.weight = 0
@@ -410,8 +410,8 @@ class FragmentState:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Replaces outer values of some parameters by the local values, which must be equal in all
-        groups, and clears their momentum.
+        """Replaces outer values of some parameters with the local values, which must be equal in
+        all groups, and clears their momentum.
         """
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
@@ -476,8 +476,8 @@ class FragmentState:
         self.weighing = commit.weighing
 
     def land_at_end(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Merges the result of a flight into the model but not the record, from which a longer run
-        continues.
+        """Merges the result of a flight into the model and leaves the record unchanged for a longer
+        run.
         """
         self.keep_local()
         self._take(arrival, steps)

@@ -1,6 +1,4 @@
-"""The history of training, which counts steps, launches and landings, and warns about excluded
-groups.
-"""
+"""Counts steps, launches and landings, and warns about excluded groups."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The matrices of a fragment, for outer steps that need whole matrices instead of single values.
+"""Maps whole matrices of a fragment, for outer steps that are not elementwise.
 
 Each rank has a shard of the mean outer gradient. The matrices of a fragment are distributed over
 the ranks to balance the computation, and no rank needs the whole fragment. Each rank sends the

@@ -1,6 +1,4 @@
-"""The outer optimizer, which steps flat float32 shards, and the storage of outer state on the
-device or host.
-"""
+"""The outer optimizer of flat float32 shards, and the storage of outer state on the device or host."""
 
 import copy
 import hashlib

@@ -1,5 +1,4 @@
-"""The outer view, which temporarily replaces the local model with the outer model or a mean of the
-groups.
+"""Temporarily replaces the local model with the outer model or with a mean of the groups.
 
 [Note: a copy is put aside] While the outer model is shown, the local values are kept in a separate
 copy, which is on the host if outer state is offloaded. Two approaches would avoid this copy, but

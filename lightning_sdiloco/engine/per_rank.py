@@ -1,5 +1,4 @@
-"""The state of a rank outside the engine, which includes the extra state of modules and entries
-that differ from rank 0's entries.
+"""Collects the state of a rank outside the engine, including the extra state of modules.
 
 [Note: entries of a rank] The checkpoint file contains the state of rank 0, such as schedulers,
 callbacks, loops and anything else that a user saves. To store nothing twice, the file of any other

@@ -1,4 +1,5 @@
-"""The recut, which divides a model again after parameters were frozen, unfrozen or replaced.
+"""Divides a model again after parameters were frozen, unfrozen or replaced, which is called a
+recut.
 
 Outer state is transferred from the previous fragments by tensor name. All ranks treat tensors
 alike, so a parameter that was replaced on any rank is new on all ranks.

@@ -1,5 +1,5 @@
-"""Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512), which launches and lands fragments after
-inner steps.
+"""Launches and lands fragments after inner steps, as in Algorithm 2 of Streaming DiLoCo (arXiv
+2501.18512).
 
 `Rounds` is the loop for worker groups that are launched together. A federation has its own loop
 with the same methods (see `Loop`), in which records determine which fragments are due.

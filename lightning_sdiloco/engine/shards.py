@@ -1,5 +1,4 @@
-"""The conversion between the parameters of a fragment and the flat float32 shard that a rank
-exchanges.
+"""Converts the parameters of a fragment to and from the flat float32 shard that a rank exchanges.
 
 No other file depends on how a model stores its parameters, which are DTensors with FSDP2 or tensor
 parallelism. DTensors are recognised by their attributes, so that models without DTensors need no

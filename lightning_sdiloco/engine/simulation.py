@@ -1,4 +1,4 @@
-"""A simulation of several worker groups in one process, for research and tests."""
+"""Simulates several worker groups in one process for research and tests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""The checks and setup before an engine's first step, and the start of rounds from existing outer
-state.
+"""Checks and sets up an engine before its first step, and starts rounds from existing outer state.
 
 An engine assigns its ranks to worker groups, ensures that all ranks start from the same settings
 and model, and divides the model into fragments. When a model is divided again (see `recut`) or an

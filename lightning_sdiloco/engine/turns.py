@@ -1,4 +1,4 @@
-"""Turns, which let an engine's methods pause while other groups in the same process run.
+"""Lets the methods of an engine pause while other groups in the same process run.
 
 A group waits until all other groups have launched. Groups in separate processes run in parallel. In
 one process, each group is a generator that pauses after its launches, and no group continues until

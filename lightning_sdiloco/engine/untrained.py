@@ -1,5 +1,4 @@
-"""The state that no optimizer trains, which consists of buffers and of frozen parameters that code
-changes.
+"""Exchanges state that no optimizer trains, such as buffers and frozen parameters.
 
 [Note: kinds of untrained state] Each such tensor has one kind. Users can set kinds by name patterns
 with the engine's ``untrained`` argument. `default_kinds` chooses all other kinds.

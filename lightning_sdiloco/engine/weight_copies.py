@@ -1,5 +1,4 @@
-"""The copies of the weights that inner optimizers keep and that must change together with the
-weights.
+"""Finds the copies of the weights that inner optimizers keep, and updates them with the weights.
 
 [Note: copies of the weights] Some optimizers step a copy of the weights and then derive the
 parameters from that copy. Examples are the float32 master weights of bfloat16 parameters, z in
