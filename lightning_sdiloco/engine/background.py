@@ -1,8 +1,8 @@
 """Processes flights in the background while training continues.
 
 Work is a generator, and the code between two ``yield`` statements is a stage. Each stage processes
-work in the order in which it was started. One fragment can therefore be encoded while a second is
-in transit and a third takes its outer step.
+work in the order in which the work was started. One fragment can therefore be encoded while a
+second is in transit and a third takes its outer step.
 """
 
 import queue

@@ -3,12 +3,12 @@
 A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7).
 `Flight.average` receives and averages the outer gradients of all groups (line 8). `Flight.step`
 takes the outer step (line 11). All three methods run in the background while training continues.
-They read the fragment's record and write only to tensors that the flight created. The `Arrival`
-that `Flight.step` returns is not committed until the fragment lands.
+The methods read the fragment's record and write only to tensors that the flight created. The
+`Arrival` that `Flight.step` returns is not committed until the fragment lands.
 
-A flight is composed of parts. Its kind is a round, a plain mean or a leg of a route (`_Round`,
-`_PlainMean`, `_Leg`). Its control vector is sent either ahead of the payload or with it
-(`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
+A flight is composed of parts. The kind of a flight is a round, a plain mean or a leg of a route
+(`_Round`, `_PlainMean`, `_Leg`). The control vector is sent either before or together with the
+payload (`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
 (`_UntrainedMessages`), a second hop and diagnostics.
 """
 
@@ -84,7 +84,7 @@ class Collected(NamedTuple):
 
 
 class Synchronizer:
-    """The objects that all flights of a model have in common, and the method that runs a flight.
+    """The state that all flights of a model share, and the method that runs a flight.
 
     Attributes:
         diagnoses: Whether flights measure how closely the groups agree with each other.
@@ -127,8 +127,8 @@ class Synchronizer:
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Runs the flight of a fragment in up to three stages. This in-group collective must run in
-        the order of launches on all ranks.
+        """Runs the flight of a fragment in up to three stages. All ranks must call this in-group
+        collective in launch order.
         """
         flight = Flight(self, launch)
         del launch  # so that its values can be freed during the flight
@@ -152,7 +152,7 @@ class Synchronizer:
     def collect(
         self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
     ) -> Collected:
-        """Waits until the messages of a flight are received. In-group collective."""
+        """Waits for the messages of a flight and returns them. In-group collective."""
         exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
         sent_before = sum([exchange.bytes_sent for exchange in exchanges])
         received_before = sum([exchange.bytes_received for exchange in exchanges])
@@ -457,7 +457,7 @@ class _Kind(ABC):
         """Returns the weight of each group in the mean."""
 
     def mean(self, payloads: Sequence[Tensor], count: Count) -> Tensor:
-        """Returns the mean of the part of the values that this group averages."""
+        """Averages this group's part of the values."""
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
     @abstractmethod
@@ -647,7 +647,7 @@ class _Leg(_Round):
 
 
 class _Words(ABC):
-    """The way in which a group sends its control vector (the *word*) and receives the words of all
+    """A way to send this group's control vector (the *word*) and to receive the words of all
     groups.
 
     Attributes:
@@ -866,7 +866,7 @@ def outer_step(
         values: The outer values on the device of the gradient. The returned values are on the same
             device.
         gradient: The mean outer gradient.
-        group: The communicator of this group. The call is an in-group collective.
+        group: The communicator of this group. This call is an in-group collective.
         is_dense: Whether the round is part of the dense beginning.
     """
     direction_norm = math.nan

@@ -94,7 +94,7 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
     if unused:
         raise ValueError(
             f"matrices has the pattern {sorted(unused)[0]!r}, which matches no trainable"
-            " parameter. Pass shell-style patterns, such as '*.qkv.weight', for names from"
+            " parameter. Use shell-style patterns, such as '*.qkv.weight', that match names in"
             " named_parameters()."
         )
     return stacks
@@ -187,7 +187,7 @@ def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
 
 
 def _module_of(name: str) -> str:
-    """Returns the name of the module that a possibly parametrized parameter belongs to."""
+    """Returns the name of a parameter's module, with or without parametrization."""
     module_name, _, parametrized_name = name.partition(".parametrizations.")
     return module_name if parametrized_name else name.rpartition(".")[0]
 
@@ -236,7 +236,9 @@ class DirectionCost:
         self._mapping_s = 0.0
 
     def note(self, fragment: int, landed: float, mapping_s: float) -> None:
-        """Records a landing's fragment and time and the duration of its outer step in seconds."""
+        """Records the fragment and time of a landing, and the duration of its outer step in
+        seconds.
+        """
         if self._is_said:
             return
         self._mapping_s += mapping_s
@@ -334,7 +336,7 @@ class Matrices:
 
     Attributes:
         stacks: The matrix parameters by name.
-        once: The result that all groups in this process share, or None with a single group.
+        once: The result that all groups in this process share, or None if there is only one group.
     """
 
     def __init__(

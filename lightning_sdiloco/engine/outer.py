@@ -1,4 +1,4 @@
-"""The outer optimizer of flat float32 shards, and the storage of outer state on the device or host."""
+"""The outer optimizer of flat float32 shards, and the storage of outer state on device or host."""
 
 import copy
 import hashlib
@@ -72,8 +72,8 @@ class OuterStorage:
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts loading a tensor asynchronously. Returns a function that waits for the tensor and
-        returns the tensor.
+        """Starts loading a tensor asynchronously. The returned function waits for the tensor and
+        returns it.
         """
         return lambda: stored
 
@@ -127,7 +127,7 @@ class OnHost(OuterStorage):
 
 
 def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
-    """Chooses the storage of outer state. On a CPU, there is no offloading."""
+    """Chooses the storage of outer state. State on a CPU is never offloaded."""
     if offload == "auto":
         offload = device.type == "cuda"
     if offload and device.type != "cpu":
@@ -148,9 +148,7 @@ class OuterState(NamedTuple):
     direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state after moving its values and the elementwise entries of the optimizer's
-        state.
-        """
+        """Moves the values and the elementwise entries of the optimizer's state."""
         state = dict(self.state)
         for key, entry in self.state.items():
             if is_elementwise(entry, self.values):
@@ -181,8 +179,8 @@ class ShardOptimizer:
             and only if their settings are equal.
         summary: A description of the optimizer for users, with the learning rate and momentum
             before any schedule.
-        highest_rate: The highest learning rate of all parameter groups and rounds, or infinity
-            without learning rates.
+        highest_rate: The highest learning rate of all parameter groups and rounds, or infinity if
+            the optimizer has no learning rate.
     """
 
     def __init__(
@@ -337,8 +335,8 @@ class _StateInStretches:
         return state
 
     def store(self, piece: slice, loaded: OptimizerState, stepped: OptimizerState) -> None:
-        """Stores the state of a stretch after its step. Other entries are taken from the last
-        stretch.
+        """Stores the state of a stretch after its step. Entries that are not elementwise are taken
+        from the last stretch.
         """
         self.full = dict(stepped)
         for key, entry in stepped.items():
@@ -455,7 +453,7 @@ def _tried(
 
 
 def is_elementwise(entry: object, values: Tensor) -> bool:
-    """Returns whether an entry of an optimizer's state has one value per value of the shard."""
+    """Returns whether an entry of an optimizer's state has one value for each value of the shard."""
     return isinstance(entry, Tensor) and entry.shape == values.shape
 
 
@@ -506,7 +504,8 @@ class Rates:
     Attributes:
         described: A description that is equal on all ranks if and only if the first rounds of their
             schedules are equal.
-        highest: The highest learning rate of these rounds, or infinity without learning rates.
+        highest: The highest learning rate of these rounds, or infinity if the optimizer has no
+            learning rate.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR

@@ -5,9 +5,9 @@ copy, which is on the host if outer state is offloaded. Two approaches would avo
 neither is possible:
 
 - Swap the contents, so that the local values use the memory of the outer values. This would modify
-    tensors of the outer state, which other code still reads. The background reads them for flights
-    that launched before the validation. Checkpoints also read them, either in another thread or
-    while the outer model is shown.
+    tensors of the outer state, which other code still reads. The background reads these tensors for
+    flights that launched before validation. Checkpoints also read these tensors, either in another
+    thread or while the outer model is shown.
 - Let the parameters refer to the outer values. However, code that refers to a parameter's memory
     would still use the local values. Examples are flattened or tied weights, compiled or captured
     graphs, and optimizers that keep views. Code that swaps weights during validation, such as
@@ -80,8 +80,8 @@ class OuterView:
 
     @property
     def own_moved(self) -> bool:
-        """Whether code has changed state that each group keeps, such as a frozen teacher, in any
-        group.
+        """Whether code in any group has changed state that each group keeps, such as a frozen
+        teacher.
         """
         return any(fragment.untrained.own_moved for fragment in self._fragments)
 
@@ -110,15 +110,15 @@ class OuterView:
         *,
         watches: bool = False,
     ) -> None:
-        """Sets the local values aside and writes a mean or the outer values into the model. Without
-        a mean, this is an in-group collective.
+        """Sets the local values aside and writes a mean or the outer values into the model.
+        In-group collective unless a mean is passed.
 
         Args:
             mean: The mean to show. By default, the outer values are shown.
             own: The values to show for the state that each group keeps. By default, the values of
                 the mean are shown.
-            watches: Whether `rewritten` will be called, for which all parameters must be read an
-                additional time.
+            watches: Whether `rewritten` will be called, which requires reading all parameters
+                twice.
         """
         if self._stash is not None or self.has_ended:
             return
@@ -137,9 +137,7 @@ class OuterView:
             self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the digests by name of all parameters that code has overwritten since they were
-        shown.
-        """
+        """Returns a digest by name for each parameter that code has overwritten since it was shown."""
         if self._stash is None:
             return {}
         digests = self._digests_of_parameters()
@@ -147,8 +145,8 @@ class OuterView:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Restores the local values, except for untrained state that code has overwritten
-        meanwhile.
+        """Restores the local values, except for untrained state that code has overwritten in the
+        meantime.
         """
         if self._stash is None:
             return
@@ -241,8 +239,8 @@ class OuterView:
 
     @torch.no_grad()
     def end(self, *, is_written: bool) -> None:
-        """Leaves the outer values in the model permanently, and first writes them unless
-        ``is_written`` is True. In-group collective.
+        """Makes the outer values permanent in the model, after writing them unless ``is_written``
+        is True. In-group collective.
         """
         reshard(self._model)
         if not is_written:

@@ -1,10 +1,10 @@
 """Collects the state of a rank outside the engine, including the extra state of modules.
 
 [Note: entries of a rank] The checkpoint file contains the state of rank 0, such as schedulers,
-callbacks, loops and anything else that a user saves. To store nothing twice, the file of any other
-rank contains only the entries that differ from rank 0's entries. Rank 0 sends the digests of its
-entries, and every other rank compares them with the digests of its own entries. An entry is a leaf
-of nested dictionaries.
+callbacks, loops and anything else that a user saves. To avoid storing anything twice, the file of
+any other rank contains only the entries that differ from rank 0's entries. Rank 0 sends the digests
+of its entries, and every other rank compares them with the digests of its own entries. An entry is
+a leaf of nested dictionaries.
 
 Tensors, numbers, strings, and their lists, tuples and dictionaries are stored unchanged. Such
 entries can always be read with ``weights_only=True``. Any other object is packed into bytes, which
@@ -178,7 +178,7 @@ def _collect(
     root: Place,
     entries: Entries,
 ) -> None:
-    """Collects the entries of a tree whose digests differ from rank 0's.
+    """Collects the entries of a tree whose digests differ from rank 0's digests.
 
     Args:
         tree: The tree, which may be part of a larger tree.

@@ -1,5 +1,4 @@
-"""Divides a model again after parameters were frozen, unfrozen or replaced, which is called a
-recut.
+"""Divides a model again (a *recut*) after parameters were frozen, unfrozen or replaced.
 
 Outer state is transferred from the previous fragments by tensor name. All ranks treat tensors
 alike, so a parameter that was replaced on any rank is new on all ranks.
@@ -98,7 +97,8 @@ class Recut(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The tensors of a model that is divided again by their new names, without frozen parameters.
+    """The tensors of a model that is divided again, listed by their new names without frozen
+    parameters.
 
     Attributes:
         outer: The outer state of the remaining tensors.

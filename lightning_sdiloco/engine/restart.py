@@ -1,7 +1,8 @@
-"""The restart of rounds from a checkpoint with different groups, ranks or settings.
+"""Restarts rounds from a checkpoint with different groups, ranks or settings.
 
-The files of all ranks are combined into outer state by name, from which any groups, shards and
-fragments can start. If the files of all groups are available, the checkpoint's flights land first.
+The outer state in the files of all ranks is combined by name, so that a run with any groups, shards
+and fragments can start from it. If the files of all groups are available, the checkpoint's flights
+land first.
 """
 
 from collections.abc import Sequence

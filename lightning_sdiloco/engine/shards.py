@@ -1,8 +1,8 @@
 """Converts the parameters of a fragment to and from the flat float32 shard that a rank exchanges.
 
-No other file depends on how a model stores its parameters, which are DTensors with FSDP2 or tensor
-parallelism. DTensors are recognised by their attributes, so that models without DTensors need no
-additional imports.
+Only this module depends on how a model stores its parameters, for example as DTensors with FSDP2 or
+tensor parallelism. DTensors are recognised by their attributes, so that models without DTensors
+need no additional imports.
 """
 
 from abc import ABC, abstractmethod
@@ -88,8 +88,8 @@ class CutModel:
     fragments.
 
     The methods detect later changes. A parameter is unchanged if the object and its shape are the
-    same. Its ``data`` may be replaced, and its name may change, for example if a layer is inserted
-    into an ``nn.Sequential``.
+    same. The ``data`` of a parameter may be replaced, and its name may change, for example if a
+    layer is inserted into an ``nn.Sequential``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,7 +117,9 @@ class CutModel:
         return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
     def former_name(self, parameter: Tensor) -> str | None:
-        """Returns a parameter's name at the division, or None if the parameter is new or reshaped."""
+        """Returns the name that a parameter had when the model was divided, or None if the
+        parameter is new or reshaped.
+        """
         name = self._names.get(id(parameter))
         if name is None or parameter.shape != self._identities[name].shape:
             return None
@@ -131,12 +133,14 @@ class CutModel:
         return False
 
     def former_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter with this name at the division, or None if there was none."""
+        """Returns the parameter that had this name when the model was divided, or None if there was
+        none.
+        """
         return self._parameters.get(name)
 
     def former_place(self, name: str) -> str:
-        """Returns a buffer's name at the division, based on the name of its module, or "" if the
-        module is new.
+        """Returns the name that a buffer had when the model was divided, or "" if its module is
+        new.
 
         Args:
             name: The current name.
@@ -237,7 +241,7 @@ Runs = list[tuple[int, int]]
 
 
 class ShardSpec(NamedTuple):
-    """The values of a parameter that a rank has and the part of them that the rank exchanges.
+    """The part of a parameter that a rank has, and the values in it that the rank exchanges.
 
     Attributes:
         shape: The shape of the whole parameter.
@@ -299,7 +303,7 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns a view of this rank's part of a tensor without autograd."""
+    """Returns a detached view of this rank's part of a tensor."""
     detached = tensor.detach()
     return detached.to_local() if is_sharded(detached) else detached
 
@@ -645,7 +649,7 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns whichever argument `named` reads."""
+        """Returns the argument that `named` uses."""
 
     @abstractmethod
     def copied(self) -> Tensor:
@@ -663,8 +667,8 @@ class FragmentLayout(ABC):
         """Returns the outer state of this rank's shard from the outer state of all parameters in
         order.
 
-        If a parameter lacks an elementwise entry of the optimizer's state, its values are zero. If
-        step counts differ, the largest count is used.
+        Elementwise entries of the optimizer's state are zero for parameters that lack them. If step
+        counts differ, the largest count is used.
         """
         state: OptimizerState = {}
         keys = chain.from_iterable(parameter.state for parameter in parameters)
@@ -992,8 +996,8 @@ def digest(values: Tensor, start: int = 0) -> int:
     """Returns the sum of a tensor's words weighted by position, as a signed number modulo 2**64.
 
     Each word at an even position forms a 64-bit number together with the next word, and the number
-    is multiplied by its position plus 1. The digests of consecutive shards that begin at ``start``
-    in a tensor add up to the digest of the tensor.
+    is multiplied by its position plus 1. If ``start`` is the position of each shard in a tensor,
+    the digests of all shards add up to the digest of the tensor.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.weighting import combined

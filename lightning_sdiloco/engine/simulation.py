@@ -45,9 +45,9 @@ class SimulatedGroups:
         settings: The arguments of `StreamingDiLoCo`, except for ``worker_groups``.
 
     Raises:
-        ValueError: In the same cases as `StreamingDiLoCo`. Also if there are no models, if models
-            differ in names, shapes or dtypes, or if two groups share a model, a trainable parameter
-            or optimizer state.
+        ValueError: In the same cases as for `StreamingDiLoCo`, and also if there are no models, if
+            models differ in names, shapes or dtypes, or if two groups share a model, a trainable
+            parameter or optimizer state.
 
     Examples:
         >>> import torch

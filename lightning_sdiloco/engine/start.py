@@ -65,7 +65,7 @@ _NUMBER = "the number of this engine in its process"
 
 
 class WorkerGroups:
-    """Worker groups of the ranks of ``torch.distributed``, created before the model.
+    """A division of the ``torch.distributed`` ranks into worker groups, created before the model.
 
     Create this object in all processes after ``torch.distributed`` is initialised. If groups have
     several ranks, wrap the model using `process_group`. Then pass the object to the engine as
@@ -200,8 +200,8 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
         if is_lazy(tensor):
             raise ValueError(
                 f"{clean_name(name)!r} has no shape yet, because lazy modules infer their shapes"
-                " from the first batch, and the model is divided into fragments before that. Run"
-                " a batch through the model before trainer.fit, for example at the end of its"
+                " from the first batch, but the model is divided into fragments earlier. Run a"
+                " batch through the model before trainer.fit, for example at the end of its"
                 " __init__."
             )
     parameters = trainable(model)
@@ -242,12 +242,12 @@ def _say_what_is_unusual(
         _log.warning(
             "There is only one worker group, so this is plain training with an outer step."
             " Nothing is sent, but outer gradients are still compressed. With compression='fp32',"
-            " compression does not change values."
+            " the values are not changed."
         )
     if partition.fell_back:
         _log.warning(
-            "fragments=%r requires repeated blocks, which this model does not have. Its tensors"
-            " are divided into %d balanced fragments instead. Pass patterns to choose the"
+            "fragments=%r requires repeated blocks, which this model does not have. The model's"
+            " tensors are divided into %d balanced fragments instead. Pass patterns to choose the"
             " fragments yourself.",
             settings.fragments,
             len(partition.fragments),
@@ -427,7 +427,7 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns about ranks that passed two models to their engines in the opposite order from group 0.
+    """Warns about ranks that passed two models to their engines in a different order from group 0.
 
     Args:
         ranks: A hash of each rank's model.
@@ -496,7 +496,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Sends a tensor of rank 0 to all ranks. Parts of a sharded tensor are sent by the
+    """Broadcasts rank 0's tensor to all ranks. Parts of a sharded tensor are sent by the
     corresponding ranks of the first group.
     """
     ranks = topology.peers if is_sharded(tensor) else topology.world
@@ -546,9 +546,9 @@ def require_same_signatures(signatures: list[dict[str, str]]) -> None:
             shown += f"; and {len(differences) - 5} more"
         raise ValueError(
             f"The model differs between ranks: {shown}. All ranks must build the same model with"
-            " the same names, shapes and dtypes. The construction must not depend on the rank."
-            " If a process trains several models, all ranks must create their engines in the"
-            " same order."
+            " the same names, shapes and dtypes. The code that builds the model must not depend"
+            " on the rank. If a process trains several models, all ranks must create their"
+            " engines in the same order."
         )
 
 

@@ -1,7 +1,7 @@
 """Exchanges state that no optimizer trains, such as buffers and frozen parameters.
 
-[Note: kinds of untrained state] Each such tensor has one kind. Users can set kinds by name patterns
-with the engine's ``untrained`` argument. `default_kinds` chooses all other kinds.
+[Note: kinds of untrained state] Each untrained tensor has one kind. Users can set kinds with name
+patterns in the engine's ``untrained`` argument. `default_kinds` chooses all other kinds.
 
 =========  ==============================  ====================================================
 kind       default for                     treatment during training
@@ -18,10 +18,10 @@ kind       default for                     treatment during training
                                            groups use the first group's values.
 =========  ==============================  ====================================================
 
-If any group changes a tensor, all groups are notified and then exchange it. Constants are not
-exchanged and remain bit-identical. If all groups have changed integers in the same way, as with a
-counter, each group keeps and shows its current values. Non-persistent buffers belong to a single
-rank unless a pattern matches their name.
+A tensor that any group has changed is exchanged as soon as the other groups have been notified.
+Constants are not exchanged and remain bit-identical. If all groups have changed integers in the
+same way, as with a counter, each group keeps and shows its current values. Non-persistent buffers
+belong to a single rank unless a pattern matches their name.
 """
 
 import logging
@@ -70,8 +70,8 @@ class Kind(str, Enum):
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a model, where the tensor is looked up at each use because code may
-    rebind it.
+    """The location of a tensor in a model. The tensor is looked up on each access, because code may
+    replace it.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """A view of this rank's part of the tensor without autograd."""
+        """A detached view of this rank's part of the tensor."""
         return local(self.tensor)
 
 
@@ -636,8 +636,8 @@ class UntrainedState:
         return False
 
     def changed(self, snapshot: Sequence[Tensor], *, everything: bool = False) -> int:
-        """Returns bits for all tensors of a snapshot that differ from their outer values, and a bit
-        for `own`.
+        """Returns a bit mask of tensors in a snapshot that differ from their outer values,
+        including the bit for `own`.
         """
         bits = 0
         for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
@@ -652,8 +652,8 @@ class UntrainedState:
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of all tensors that a site sends, which are changed exchanged tensors
-        followed by non-empty tensors of the kind `own`.
+        """Returns the indices of all tensors that a site sends. Exchanged tensors that have changed
+        come first, followed by non-empty tensors of the kind `own`.
         """
         changed = list[int]()
         for index, outer in enumerate(self.outer):
@@ -742,8 +742,8 @@ class UntrainedState:
         return dict(zip(self.names, self.outer, strict=True))
 
     def digested(self) -> Tensor | None:
-        """Returns the outer values as a vector of 32-bit words for a digest, or None without outer
-        values.
+        """Returns the outer values as a vector of 32-bit words for a digest, or None if there are
+        no outer values.
         """
         if not self.outer:
             return None
@@ -781,7 +781,7 @@ class UntrainedState:
         self.own.of_first = dict(state["own_of_first"])
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
-        """Loads outer values by name. Other tensors keep their values."""
+        """Loads outer values by name. Tensors that are not named keep their values."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
 
@@ -829,7 +829,7 @@ def untrained_state_of(
 
 
 def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...], int]:
-    """Returns the first fragment with parameters inside each module by the module's path."""
+    """Maps the path of each module to the first fragment that contains parameters of the module."""
     fragment_of = dict[tuple[str, ...], int]()
     for index, fragment in enumerate(fragments):
         for name in fragment.names:
@@ -928,7 +928,7 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
     """Returns the first group's own untrained state by name, where its values differ from this
     rank's values. All ranks must call this function.
 
-    Groups with NaNs in any differing tensor are skipped if possible.
+    If possible, a group without NaNs in the differing tensors is used as the first group.
     """
     places = [place for state in states for place in state.own.places]
     if not places or topology.world.size == 1:

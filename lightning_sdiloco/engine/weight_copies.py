@@ -8,9 +8,9 @@ and the parameters by the same amount, in float32. For a schedule-free optimizer
 = (1 - beta) z + beta x, the landing thus moves x by the same amount. When outer values permanently
 overwrite parameters, they also overwrite the copies.
 
-Copies are detected by the behaviour of the optimizer. Comparing values is not sufficient, because z
-differs from the parameter after one step. A new optimizer with the same class and settings trains a
-few small tensors twice with the same gradients. In the second run, the tensors are shifted after
+Copies are detected from the behaviour of the optimizer. Comparing values is not sufficient, because
+z differs from the parameter after one step. A new optimizer with the same class and settings trains
+a few small tensors twice with the same gradients. In the second run, the tensors are shifted after
 two steps. If the shift shrinks, the optimizer keeps a copy. If shifting a state entry with similar
 values affects the tensors, that entry is a copy. If the shifts of all copies together are not fully
 preserved, the optimizer is refused, because moving these entries would not be sufficient. The
@@ -110,8 +110,8 @@ class WeightCopies:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
 
     def show(self) -> None:
-        """Restores the copies and the modes of the optimizers, unless an optimizer has been
-        switched to training meanwhile.
+        """Restores the copies and modes of the optimizers. If any optimizer was switched to
+        training in the meantime, all optimizers are switched to training.
         """
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
@@ -174,11 +174,10 @@ class WeightCopies:
             self._set_modes(saved["modes"])
 
     def align(self, topology: Topology) -> None:
-        """Sends rank 0's copies to all ranks after its parameters were sent. All ranks must call
-        this method.
+        """Broadcasts rank 0's copies to all ranks after the parameters have been broadcast. All
+        ranks must call this method.
 
-        This is needed for optimizers that copied the weights at creation, before the parameters
-        were sent.
+        Optimizers that copied the weights when they were created have outdated copies.
         """
         if not self._keepers:
             return
@@ -334,7 +333,8 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
             " copy contains float32 weights for parameters of lower precision, train float32"
             " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise, keep"
             " the copy in optimizer.state[parameter], or specify the entries that are copies"
-            f" with optimizer.{_ATTRIBUTE} = ('z',). Set it to () if there are none."
+            f" with optimizer.{_ATTRIBUTE} = ('z',). If there are no copies, set this attribute"
+            " to ()."
         )
     return finding.names
 
@@ -452,7 +452,7 @@ class _Twin(NamedTuple):
             self.optimizer.step()
 
     def entries(self) -> dict[str, list[Tensor]]:
-        """Returns the state entries by name whose shapes match the parameters."""
+        """Collects all state entries whose shapes match the parameters."""
         entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
