@@ -345,7 +345,7 @@ def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_befor
     landed_at = [step for step in range(4, 20) if resumed.step()]
     assert landed_at[0] == 3 + 8 + 5, "rounds are counted from the end of the warm-up"
     assert_refused(
-        r"after 3 inner steps, during a warm-up of 4 steps .* restart from the outer",
+        r"after 3 inner steps, during a warm-up of 4 steps\. .* restart from the outer",
         Groups(**SHORT).load,
         saved_by_an_older_version(warmup_steps=4),
     )
@@ -452,7 +452,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
 def test_ranks_that_load_unlike_files_are_refused(tmp_path: Path) -> None:
     words = (
         r"the start is inner step 5 \(save \w{8}\) on rank 0,"
-        r" inner step 6 \(save \w{8}\) on rank 1\. Give all"
+        r" inner step 6 \(save \w{8}\) on rank 1\. Pass the"
     )
 
     def resume(rank: int, world_size: int) -> None:
