@@ -8,8 +8,8 @@ kind       default for                     treatment during training
 =========  ==============================  ====================================================
 ``mean``   floating-point buffers, such    At each landing of the fragment, groups take the
            as statistics and moving        plain mean, computed with at least float32
-           averages                        precision. Outer values are mixed with local values
-                                           like parameters.
+           averages                        precision. Means are mixed with local values in the
+                                           same way as parameters.
 ``first``  single values, integers, and    At each landing, groups take the values of the first
            vectors of length one           group that was included in the mean, in the buffer's
                                            dtype.
