@@ -26,7 +26,7 @@ _LONGEST_WAIT_S = 0.5
 
 
 class Pending(Generic[Result]):
-    """Work in progress, and its result once the work has ended.
+    """Work in progress and its eventual result.
 
     Attributes:
         ready: The accelerator event that the work must wait for, or None on a CPU.

@@ -1,11 +1,11 @@
 """Saves and loads the folder next to a checkpoint file, with a manifest and one file per rank.
 
-[Note: the order of a save] The checkpoint file names the folder of its save. First, all ranks write
-their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved into place
-atomically. The checkpoint file therefore always refers to a complete folder, even if a process is
-killed during a save. Folders of earlier saves are removed last. All ranks wait for each other after
-each step. Otherwise, they could wait for a failed rank forever, because writing the checkpoint file
-may be a collective operation.
+[Note: the order of a save] The checkpoint file contains the name of its save folder. First, all
+ranks write their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved
+into place atomically. The checkpoint file therefore always refers to a complete folder, even if a
+process is killed during a save. Folders of earlier saves are removed last. All ranks wait for each
+other after each step. Otherwise, they could wait for a failed rank forever, because writing the
+checkpoint file may be a collective operation.
 
 A run resumes exactly with the same groups, ranks and settings. With different groups, ranks or
 settings, a run restarts from the outer parameters; see `restart`.
@@ -51,7 +51,7 @@ FORMAT = 3
 """The version of the folder's format. Folders in any other version cannot be read."""
 
 KEY = "streaming_diloco"
-"""The key in the checkpoint file that names its folder."""
+"""The key in the checkpoint file under which its folder is stored."""
 
 Header = Mapping[str, Any]
 """The format, folder, layout and settings, stored under `KEY` in the checkpoint file."""

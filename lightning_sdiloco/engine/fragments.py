@@ -428,8 +428,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
-        """Resets the state in which groups differ on a route, because all groups now have the same
-        outer parameters.
+        """Resets all state that differs between groups on a route, because all groups now have the
+        same outer parameters.
         """
         self.anchor = None if self.shares else self.outer.values
         self.twin = None
@@ -502,7 +502,7 @@ class FragmentState:
         return [held.to("cpu", copy=True) for held in self.layout.held]
 
     def named_at_end(self, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host by name after the end of training."""
+        """Returns a host copy of the outer parameters by name after the end of training."""
         values = self.layout.copied() if self.final is None else self.final
         return self.layout.named(values, values, group)
 
@@ -515,7 +515,9 @@ class FragmentState:
         self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
-        """Gathers the flat outer parameters for all values that this rank has. In-group collective."""
+        """Gathers the outer parameters of all values that this rank has into a flat tensor.
+        In-group collective.
+        """
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
     def write_outer(self, group: Communicator, *, stays: bool = False) -> Tensor:
@@ -535,15 +537,15 @@ class FragmentState:
         self.untrained.write_values(untrained)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host by name. In-group collective if the parameters
-        are sharded.
+        """Returns a host copy of the outer parameters by name. In-group collective if the
+        parameters are sharded.
         """
         # Values that are stored on the host are copied directly and not by way of the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
 
     def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies a mean to the host by name, as `named` does for the outer parameters."""
+        """Returns a host copy of a mean by name, as `named` does for the outer parameters."""
         if group.size == 1:
             return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)

@@ -262,7 +262,7 @@ class OuterView:
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host by name, with the shapes of the parameters."""
+        """Returns a host copy of the outer parameters by name, with the shapes of the parameters."""
         named: dict[str, Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             if mean is not None:

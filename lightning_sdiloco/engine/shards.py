@@ -269,7 +269,7 @@ class ShardSpec(NamedTuple):
         return self.runs == [[(0, size)] for size in self.shape]
 
     def extract(self, full: Tensor) -> Tensor:
-        """Returns the exchanged values from the whole parameter, given as a flat vector."""
+        """Extracts the exchanged values from the whole parameter, given as a flat vector."""
         held = full
         if not self._holds_all:
             held = full.view(self.shape)[self._indices()].reshape(-1)
@@ -763,7 +763,7 @@ class FragmentLayout(ABC):
                 shifted.add_(move)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites unsharded parameters with flat vectors by name."""
+        """Overwrites the named unsharded parameters with flat vectors."""
         for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in values:
                 with _changed(held, copies) as changed:

@@ -153,7 +153,7 @@ class SimulatedGroups:
                 fragment.matrices.once = once
 
     def _first_own(self) -> dict[str, Tensor]:
-        """Copies the first group's own untrained state by name."""
+        """Returns a copy of the first group's own untrained state by name."""
         states = [fragment.untrained for fragment in self.engines[0].fragmented_model.fragments]
         return {place.name: place.values.clone() for state in states for place in state.own.places}
 
