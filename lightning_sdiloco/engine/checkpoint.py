@@ -159,10 +159,9 @@ def read_rank(path: str, header: Header, rank: int) -> State:
     """Reads the file of a rank and checks it against the manifest."""
     if header["format"] != FORMAT:
         raise ValueError(
-            f"The checkpoint {path} was written in format {header['format']} by"
-            f" lightning_sdiloco {header['version']}, but this version reads only format"
-            f" {FORMAT}. Install the version that wrote the checkpoint, or start a new fit from"
-            " its weights."
+            f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco"
+            f" {header['version']}, but this version reads only format {FORMAT}. Install the"
+            " version that wrote the checkpoint, or start a new fit from its weights."
         )
     manifest = json.loads(_read(path, header["save"], _MANIFEST))
     entry = Entry(**manifest["files"][rank])
@@ -607,10 +606,9 @@ def require_own_state(state: State, topology: Topology) -> None:
         raise ValueError(
             f"This is the state of {_in_words(saved_place)}, but this process is"
             f" {_in_words(place)}. Each rank needs its own state, because worker groups have"
-            " different values. A checkpoint written only by rank 0 contains only the state of"
-            " rank 0. This is the case for torch.save in one process,"
-            f" fabric.save({{'engine': engine}}) and"
-            " accelerator.register_for_checkpointing(engine). Call engine.save(path) and"
+            " different values. A checkpoint written only by rank 0 contains only the state of rank"
+            f" 0. This is the case for torch.save in one process, fabric.save({{'engine': engine}})"
+            " and accelerator.register_for_checkpointing(engine). Call engine.save(path) and"
             " engine.load(path) in all processes to store one file per rank."
         )
 

@@ -63,13 +63,12 @@ class DropCompute:
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
             raise ValueError(
-                f"budget={budget!r} is out of range. Pass a non-negative number of seconds or"
-                " 'auto'."
+                f"budget={budget!r} is out of range. It must be 'auto' or at least 0 seconds."
             )
         if not 0 < most_dropped < 1:
             raise ValueError(
-                f"most_dropped={most_dropped!r} is out of range. It must be a share above 0 and"
-                " below 1, such as 0.1."
+                f"most_dropped={most_dropped!r} is out of range. It must be between 0 and 1,"
+                " such as 0.1."
             )
         self.micro_batches = micro_batches
         self.budget = budget
@@ -97,9 +96,8 @@ class DroppingLoader:
     ) -> None:
         if not hasattr(loader, "__len__"):
             raise ValueError(
-                "DropCompute needs a loader with a length, because the last micro-batch of an"
-                " epoch synchronises the gradients and must not be dropped. Define __len__ on the"
-                " loader."
+                "DropCompute needs a loader with a length, because the last micro-batch of an epoch"
+                " synchronises the gradients and must not be dropped. Define __len__ on the loader."
             )
         self.drop = drop
         self.loader = loader

@@ -343,7 +343,7 @@ class StreamingDiLoCo:
         if self._is_closed:
             raise RuntimeError(
                 f"{called} was called after finish() or close(). Create a new StreamingDiLoCo to"
-                " continue training."
+                " continue."
             )
 
     @property
@@ -418,8 +418,7 @@ class StreamingDiLoCo:
         unknown = sorted(chosen - trainable_names)
         if unknown:
             raise ValueError(
-                f"set_outer received {unknown[0]!r}, which is not a trainable parameter of the"
-                " model."
+                f"set_outer received {unknown[0]!r}, which is not a trainable parameter."
             )
         self.history.counts.flights_dropped += self.rounds.drop_flights()
         fragmented_model.cut_model.reshard()

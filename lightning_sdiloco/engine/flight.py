@@ -826,9 +826,8 @@ def _require_agreement(
         groups = ", ".join(f"group {group}" for group in range(len(controls)))
         raise AgreementError(
             f"The outer gradient of fragment {launch.fragment}, launched after inner step"
-            f" {launch.step}, is not finite in any worker group ({groups}). Training has"
-            " diverged. Resume from an earlier checkpoint with a lower learning rate or with"
-            " gradient clipping."
+            f" {launch.step}, is not finite in any worker group ({groups}). Training has diverged."
+            " Resume from an earlier checkpoint and lower the learning rate or clip gradients."
         )
 
 

@@ -86,8 +86,7 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
         except ValueError as error:
             raise ValueError(
                 f"matrices={{{matching[-1]!r}: {parts}}} does not fit the parameter {name!r}:"
-                f" {error}. Pass a different number, or 0 to treat the values of the parameter"
-                " separately."
+                f" {error}. Pass a different number, or 0 to treat all values separately."
             ) from None
         if stack is not None:
             stacks[name] = stack

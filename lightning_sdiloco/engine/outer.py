@@ -399,10 +399,9 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     missing = [index for index, parameter in enumerate(parameters) if id(parameter) not in groups]
     if missing or len(groups) != len(parameters):
         raise ValueError(
-            f"outer_optimizer returned an optimizer for {len(groups)} tensors that does not"
-            f" include the shards {missing} of {len(parameters)}. The optimizer must include"
-            " exactly the shards that outer_optimizer receives. Pass the shards to the optimizer"
-            " unchanged."
+            f"outer_optimizer returned an optimizer for {len(groups)} tensors that does not include"
+            f" the shards {missing} of {len(parameters)}. The optimizer must include exactly the"
+            " shards that outer_optimizer receives. Pass the shards to the optimizer unchanged."
         )
     return [groups[id(parameter)] for parameter in parameters]
 
@@ -424,7 +423,7 @@ def _check_elementwise(make: Make, count: int) -> None:
             f"outer_optimizer could not step flat float32 shards: {error}. The callable receives"
             " a list of one-dimensional tensors, one per fragment, and must return a"
             " torch.optim.Optimizer whose step() needs no closure. Choose an optimizer such as"
-            " {AN_OUTER_OPTIMIZER}."
+            f" {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):

@@ -381,8 +381,7 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(
                 f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
-                " cannot be exchanged by name. Use fully_shard over the ranks of the worker"
-                " group instead."
+                " cannot be exchanged by name. Use fully_shard over the ranks of the worker group."
             )
         if not isinstance(module, DistributedDataParallel):
             continue
@@ -390,11 +389,10 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
         # If a group has only one rank, its number does not matter, as in simulated worker groups.
         if ranks != group_ranks and max(len(ranks), topology.group_size) > 1:
             raise ValueError(
-                f"{_module(name)} is wrapped in DistributedDataParallel over {_listed(ranks)},"
-                f" but this rank's worker group is {_listed(group_ranks)}. Gradients must be"
-                " averaged only inside a worker group. If groups have one rank, pass the model"
-                " without a wrapper. Otherwise, wrap the model with"
-                " DistributedDataParallel(model,"
+                f"{_module(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
+                f" this rank's worker group is {_listed(group_ranks)}. Gradients must be averaged"
+                " only inside a worker group. If groups have one rank, pass the model without a"
+                " wrapper. Otherwise, wrap the model with DistributedDataParallel(model,"
                 f" process_group=WorkerGroups({topology.num_groups}).process_group). With"
                 " strategy='streaming_diloco', Fabric wraps the model in this way."
             )
@@ -443,10 +441,9 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
         if exchanged and not topology.rank:
             _log.warning(
                 "Two models with the same shapes were swapped. The model that rank 0 passes to"
-                " this engine was passed to an earlier engine by %s, and vice versa. Each of"
-                " these models now has the values of the other model on rank 0. Create engines in"
-                " the same order on all ranks. For example, do not iterate over a set, whose"
-                " order differs between processes.",
+                " this engine was passed to an earlier engine by %s, and vice versa. Each model"
+                " now has the values of the other. Create engines in the same order on all ranks."
+                " The order of a set, for example, differs between processes.",
                 _listed(exchanged),
             )
     topology.starts.append(ranks)

@@ -621,10 +621,9 @@ class UntrainedState:
         if not self._has_warned:
             place = self._places[index]
             _log.warning(
-                "%r had the shape %s and outer values of %s when the model was divided, but now"
-                " has the shape %s and values of %s. The worker groups cannot exchange the new"
-                " values, so each group keeps its own values. Pass untrained={%r: 'own'} to"
-                " confirm this.",
+                "%r had the shape %s and outer values of %s when the model was divided, but now has"
+                " the shape %s and values of %s. The worker groups cannot exchange the new values,"
+                " so each group keeps its own values. Pass untrained={%r: 'own'} to confirm this.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,

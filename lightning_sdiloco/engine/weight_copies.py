@@ -328,13 +328,12 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
     if finding.is_elsewhere:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps its own copy of the weights, which would undo"
-            " every landing, and the copy was not found in optimizer.state[parameter]. If the"
-            " copy contains float32 weights for parameters of lower precision, train float32"
-            " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise, keep"
-            " the copy in optimizer.state[parameter], or specify the entries that are copies"
-            f" with optimizer.{_ATTRIBUTE} = ('z',). If there are no copies, set this attribute"
-            " to ()."
+            f"{type(optimizer).__name__} keeps its own copy of the weights, which would undo every"
+            " landing, and the copy was not found in optimizer.state[parameter]. If the copy"
+            " contains float32 weights for parameters of lower precision, train float32 parameters"
+            " with precision='bf16-mixed' and the plain optimizer. Otherwise, keep the copy in"
+            " optimizer.state[parameter], or specify the entries that are copies with"
+            f" optimizer.{_ATTRIBUTE} = ('z',). If there are no copies, set this attribute to ()."
         )
     return finding.names
 

@@ -185,7 +185,7 @@ def test_the_log_says_once_for_each_event_which_group_is_left_out_and_why(
     assert len(train(2, 1e5)) == 1
     assert train(12, 1.0) == []
     (warning,) = train(1, nan)
-    assert "worker group 1 is not finite: the mean of fragment" in warning
+    assert "worker group 1 is not finite. The mean of fragment" in warning
 
 
 def spoil_once(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
