@@ -409,7 +409,7 @@ def test_a_constant_that_is_not_finite_is_not_said_to_be_left_out(
     for model in run.models:
         assert model.unset.isnan().all()
         assert model.one.isnan()
-    assert "not finite" not in caplog.text
+    assert "Non-finite" not in caplog.text
 
 
 @pytest.mark.parametrize(
