@@ -1,15 +1,15 @@
-"""The engine: launches and lands the fragments of a model in any PyTorch training loop.
+"""The engine that launches and lands the fragments of a model in any PyTorch training loop.
 
-It takes a model, which an inner optimizer trains, and one call after every inner step. At the end,
-the model contains the outer parameters. Start reading at `rounds`, which is Algorithm 2, then
-`flight`, `fragments` and `engine`, which has the methods for a training loop. `fragmented_model`
+The training loop calls the engine after every inner step. When training ends, the model contains
+the outer parameters. Start with `rounds`, which implements Algorithm 2. Continue with `flight`,
+`fragments` and `engine`, which defines the methods that a training loop calls. `fragmented_model`
 divides the model into fragments, `shards` describes how a model stores its parameters, and `outer`
-has the outer optimizer. `turns` lets groups in one process wait for each other. Nothing in this
-folder depends on Lightning or the environment, and it reaches other ranks only through a
-`Topology`.
+contains the outer optimizer. `turns` lets several groups in one process wait for each other. The
+engine does not depend on Lightning or on environment variables, and it reaches other ranks only
+through a `Topology`.
 
-[Note: threads] Each mutable object has one thread that writes to it. Objects are handed over at the
-events in this table, each of which is ordered by a queue or a lock.
+[Note: threads] Each mutable object is written by exactly one thread. The table lists the events at
+which an object passes from one thread to another. Each event is ordered by a queue or a lock.
 
 ============================  ==========================  ==============================
 object                        thread that writes to it    handed over by

@@ -1,8 +1,8 @@
-"""The background processes flights while training continues.
+"""Processes flights in the background while training continues.
 
-Work is a generator: the code between two ``yield`` statements is a stage. Each stage processes work
-in the order in which it was started, so one fragment can be encoded while another is in transit and
-a third takes its outer step.
+Work is a generator, and the code between two ``yield`` statements is a stage. Each stage processes
+work in the order in which the work was started. One fragment can therefore be encoded while a
+second is in transit and a third takes its outer step.
 """
 
 import queue
@@ -21,15 +21,15 @@ from lightning_sdiloco.comm.topology import STAGES
 Result = TypeVar("Result")
 Work = Generator[None, None, Result]
 
-# A thread that ends at the same time as the interpreter may crash the process.
+# A thread that ends while the interpreter shuts down may crash the process.
 _LONGEST_WAIT_S = 0.5
 
 
 class Pending(Generic[Result]):
-    """Work that was started, and its result once it has ended.
+    """Work in progress and its eventual result.
 
     Attributes:
-        ready: The event on an accelerator for which the work must wait; None on a CPU.
+        ready: The accelerator event that the work must wait for, or None on a CPU.
     """
 
     def __init__(self, work: Work[Result], ready: Any = None) -> None:
@@ -43,9 +43,10 @@ class Pending(Generic[Result]):
         self._ended = self._started
 
     def advance(self, settle: Callable[[], None] | None = None) -> bool:
-        """Runs the next stage and returns whether there is another one.
+        """Runs the next stage and returns whether another stage follows.
 
-        Gradients must not be recorded. After the last stage, ``settle`` waits for the device.
+        The caller must disable gradient recording. After the last stage, ``settle`` waits for the
+        device.
         """
         assert self._work is not None, "work that has ended cannot advance"
         try:
@@ -56,7 +57,8 @@ class Pending(Generic[Result]):
         except BaseException as error:  # it is raised again when the result is requested
             self._failure = error
         # This frees the frame of the work and everything in it. Once the result is available, the
-        # interpreter may end, and a thread that frees a tensor at that time crashes the process.
+        # interpreter may shut down, and a thread that frees a tensor during shutdown crashes the
+        # process.
         self._work = None
         try:
             if settle is not None and self._failure is None:
@@ -87,7 +89,7 @@ class Pending(Generic[Result]):
 class Background(ABC):
     @abstractmethod
     def start(self, work: Work[Result]) -> Pending[Result]:
-        """Starts work. Every stage processes work in the order in which it was started."""
+        """Starts work. Each stage processes items in the order in which they were started."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -97,7 +99,7 @@ _Queue = queue.SimpleQueue["Pending[Any] | None"]
 
 
 class ThreadBackground(Background):
-    """Runs every stage in a separate worker thread, and in a side stream on an accelerator."""
+    """Runs each stage in a separate worker thread, using a side stream on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
@@ -124,7 +126,7 @@ class ThreadBackground(Background):
         return pending
 
     def close(self) -> None:
-        """Ends the worker threads once their queues are empty, and waits briefly for them."""
+        """Stops the worker threads once their queues are empty, and waits briefly for them."""
         self._first.put(None)
         deadline = time.monotonic() + _LONGEST_WAIT_S
         for thread in self._threads:
@@ -149,7 +151,7 @@ class _Streams:
         self._side = self._module.Stream(device=device)
 
     def mark(self) -> Any:
-        """Records an event after all work that is queued on the training stream so far."""
+        """Records an event after all work queued so far on the training stream."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event
@@ -163,9 +165,10 @@ class _Streams:
 
 
 class InlineBackground(Background):
-    """Works without threads, for several groups in one process.
+    """Runs the work of several groups in one process without threads.
 
-    The first stage runs when work starts, the others when its result is requested.
+    The first stage runs when the work starts. The remaining stages run when the result is
+    requested.
     """
 
     def __init__(self, started: "dict[int, list[_InlinePending[Any]]]", groups: int) -> None:
@@ -175,7 +178,7 @@ class InlineBackground(Background):
 
     @staticmethod
     def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
-        """Returns the constructors of the backgrounds of several groups, in order."""
+        """Returns the constructor of each group's background, in the order of the groups."""
         started: dict[int, list[_InlinePending[Any]]] = defaultdict(list)
         return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
 
@@ -203,7 +206,7 @@ class _InlinePending(Pending[Result]):
 
     @torch.no_grad()
     def result(self) -> Result:
-        # Other groups wait for the part of the mean that this group averages.
+        # Other groups need the part of the mean that this group computes.
         for pending in self._of_all_groups:
             if pending._has_second_stage:
                 pending._has_second_stage = False

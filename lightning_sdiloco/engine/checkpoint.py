@@ -1,14 +1,14 @@
-"""The files from which a run resumes: a folder next to an ordinary checkpoint, with one file per
-rank and a manifest.
+"""Saves and loads the folder next to a checkpoint file, with a manifest and one file per rank.
 
-[Note: the order of a save] The checkpoint file names the folder of its save. All ranks write their
-files, then rank 0 writes the manifest, and finally the checkpoint file is put in place atomically.
-So whenever a process is killed, the existing checkpoint file belongs to a complete folder. Folders
-of earlier saves are removed afterwards. All ranks wait for each of these steps, because writing the
-checkpoint file may be a collective, in which they would wait for a rank that failed.
+[Note: the order of a save] The checkpoint file contains the name of its save folder. First, all
+ranks write their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved
+into place atomically. The checkpoint file therefore always refers to a complete folder, even if a
+process is killed during a save. Folders of earlier saves are removed last. All ranks wait for each
+other after each step. Otherwise, they could wait for a failed rank forever, because writing the
+checkpoint file may be a collective operation.
 
-A run resumes exactly with the same groups, ranks and settings. With others, it restarts from the
-outer parameters; see `restart`.
+A run resumes exactly with the same groups, ranks and settings. With different groups, ranks or
+settings, a run restarts from the outer parameters; see `restart`.
 """
 
 import hashlib
@@ -48,20 +48,20 @@ from lightning_sdiloco.version import VERSION
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""The version of the folder's format; any other version is refused."""
+"""The version of the folder's format. Folders in any other version cannot be read."""
 
 KEY = "streaming_diloco"
-"""The key in the checkpoint file that names its folder."""
+"""The key in the checkpoint file under which its folder is stored."""
 
 Header = Mapping[str, Any]
-"""The value of `KEY` in the checkpoint file: format, folder, layout and settings."""
+"""The format, folder, layout and settings, stored under `KEY` in the checkpoint file."""
 
 Outcome = TypeVar("Outcome")
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
-_ADVICE = "Older checkpoints remain valid. Free space on the disk."
-_SAME = "Resume with the same ones as in the checkpoint, or restart from its outer parameters."
+_ADVICE = "Older checkpoints remain valid. Free up disk space and try again."
+_SAME = "Use the same values as in the checkpoint, or restart from its outer parameters."
 
 
 class Entry(NamedTuple):
@@ -73,12 +73,12 @@ class Entry(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A save whose ranks have written their files, but which is not yet named by a checkpoint file.
+    """A save that every rank has written but that no checkpoint file refers to yet.
 
     Attributes:
         path: The checkpoint file.
-        header: The value of `KEY` in the checkpoint file.
-        older: The folders of earlier saves of the same checkpoint file, on rank 0.
+        header: The value stored under `KEY` in the checkpoint file.
+        older: On rank 0, the folders of earlier saves of the same checkpoint file.
         entries: The files of all ranks.
     """
 
@@ -96,28 +96,29 @@ class _Folder:
 
     Args:
         path: The checkpoint file.
-        follow: Whether to follow a link. ModelCheckpoint(save_last="link") makes one; the folder is
-            next to the file to which it points.
+        follow: Whether to follow a symbolic link, such as the one that
+            ModelCheckpoint(save_last="link") creates. The folder is located next to the target of
+            the link.
 
     Attributes:
         filesystem: The file system of the checkpoint file and its folder.
-        file: The path of the checkpoint file in the file system.
-        path: The path of the folder in the file system.
-        is_local: Whether the folder is on a local disk, where files can be moved.
+        file: The path of the checkpoint file in ``filesystem``.
+        path: The path of the folder in ``filesystem``.
+        is_local: Whether the folder is on a local file system, where files can be moved.
     """
 
     def __init__(self, path: str, follow: bool = False) -> None:
-        # fsspec shares its instances by default. A thread that writes a checkpoint through a shared
-        # instance may be in a transaction, which would include the files that other threads write
-        # in the meantime, and its cached listings may be older than the files of other ranks.
+        # fsspec shares its instances by default. If another thread has a transaction open on a
+        # shared instance, the transaction would include the files written here. Cached listings of
+        # a shared instance may also be older than the files of other ranks.
         self.filesystem, self.file = fsspec.core.url_to_fs(path, skip_instance_cache=True)
         self.is_local = type(self.filesystem) is LocalFileSystem
         is_followed = follow and self.is_local
         target = os.path.realpath(self.file) if is_followed else self.file.rstrip("/")
         parent, name = os.path.split(target)
         if name.startswith("hpc_ckpt_"):
-            # Lightning resumes a requeued job from the last of these names. If a crash left the
-            # file unwritten, Lightning must not mistake the folder for it.
+            # Lightning resumes a requeued job from the last file with such a name. If a crash
+            # prevented the file from being written, Lightning must not mistake the folder for it.
             name = name.replace("_", "-")
         self.path = os.path.join(parent, name + _SUFFIX)
 
@@ -125,7 +126,7 @@ class _Folder:
         return bool(self.filesystem.exists(f"{self.path}/{name}"))
 
     def remove(self, target: str) -> None:
-        """Removes the folder or a part of it, if it exists."""
+        """Removes the folder or a path within it if the path exists."""
         if self.filesystem.exists(target):
             self.filesystem.rm(target, recursive=True)
 
@@ -160,24 +161,22 @@ def read_rank(path: str, header: Header, rank: int) -> State:
         raise ValueError(
             f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco"
             f" {header['version']}, but this version reads only format {FORMAT}. Install the"
-            " version that wrote it, or start a new fit from the weights of the file."
+            " version that wrote the checkpoint, or start a new fit from its weights."
         )
     manifest = json.loads(_read(path, header["save"], _MANIFEST))
     entry = Entry(**manifest["files"][rank])
     content = _read(path, header["save"], entry.name)
     if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_Folder(path, follow=True).path} differs from what was"
-            f" saved: it has {len(content)} bytes where {entry.size} were written, or other"
-            " contents. Restore it, or resume from another checkpoint."
+            f"The file {entry.name} in {_Folder(path, follow=True).path} differs from the file"
+            f" that was saved ({len(content)} bytes now, {entry.size} bytes when saved). Restore"
+            " the file, or resume from another checkpoint."
         )
     return _deserialised(content)
 
 
 def read_groups(path: str, header: Header) -> list[list[State | None]]:
-    """Reads the states for `restart_from` from the files of all ranks, by group; None where a file
-    is missing.
-    """
+    """Reads the states of all ranks for `restart_from`, by group, with None for each missing file."""
     size = header["layout"]["group_size"]
     groups = list[list[State | None]]()
     for group in range(header["layout"]["worker_groups"]):
@@ -198,15 +197,13 @@ def has_rank(path: str, header: Header, rank: int) -> bool:
 
 
 def remove_folder(path: str) -> None:
-    """Removes the folder that belongs to a checkpoint file, if there is one."""
+    """Removes the folder that belongs to a checkpoint file, if the folder exists."""
     folder = _Folder(path)
     folder.remove(folder.path)
 
 
 def discard(path: str, save: str) -> None:
-    """Removes the part of a failed save that this rank can see. Other ranks may be doing the
-    same.
-    """
+    """Removes the files of a failed save that this rank can see, while other ranks may do the same."""
     folder = _Folder(path)
     if folder.is_local:
         shutil.rmtree(f"{folder.path}/{save}", ignore_errors=True)
@@ -228,7 +225,7 @@ def is_whole(path: str, save: str) -> bool:
 
 
 def fingerprint(path: str) -> str:
-    """Returns a string that changes when a file is replaced; empty if there is no file."""
+    """Returns a string that changes when a file is replaced, and "" for a missing file."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.file):
         return ""
@@ -236,22 +233,20 @@ def fingerprint(path: str) -> str:
 
 
 def beside(path: str, save: str) -> str | None:
-    """Returns the path at which a checkpoint file can be written before it is moved into place;
-    None if files cannot be moved.
-    """
+    """Returns a temporary path for writing a checkpoint file, or None if files cannot be moved."""
     folder = _Folder(path)
     return f"{folder.path}/{save}/checkpoint" if folder.is_local else None
 
 
 def take_place(part: str, path: str) -> None:
-    """Moves a local file to the path of a checkpoint file, atomically."""
+    """Moves a local file atomically to the path of a checkpoint file."""
     os.replace(part, _Folder(path).file)
 
 
 def random_state() -> State:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Querying an unused device would initialise it, which a forked process cannot do.
+    # Querying an unused device would initialise the device, which fails in a forked process.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
@@ -292,10 +287,10 @@ def _read(path: str, save: str, name: str) -> bytes:
         return bytes(folder.filesystem.cat_file(f"{folder.path}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The folder"
-            f" {folder.path} belongs to the checkpoint file: move or copy both. With"
-            " resume='exact:newest' only the newest checkpoint of a run has one. Without it, start"
-            " a new fit from the weights of the file."
+            f"The checkpoint {path} needs {folder.path}/{save}/{name}, which is missing. The"
+            f" folder {folder.path} belongs to the checkpoint file, so move or copy both. With"
+            " resume='exact:newest', only the newest checkpoint of a run has such a folder."
+            " Without the folder, start a new fit from the checkpoint's weights."
         ) from error
 
 
@@ -303,8 +298,8 @@ def _read(path: str, save: str, name: str) -> bytes:
 
 
 def with_entries(state: State, tree: State, topology: Topology) -> State:
-    """Adds the entries in which a rank differs from rank 0, and extra state, to the state that the
-    rank saves. All ranks must call it.
+    """Adds extra state and the entries that differ from rank 0's to the state that a rank saves.
+    All ranks must call this function.
     """
     engine = dict(state["engine"])
     differing = differing_from_first(tree, topology.world)
@@ -312,9 +307,9 @@ def with_entries(state: State, tree: State, topology: Topology) -> State:
     failures = [*differing.failures, *(f"extra state of {failure}" for failure in extra.failures)]
     if failures:
         _log.warning(
-            "Rank %d could not save its own state: %s. A resumed run takes the state that rank 0"
-            " saved, or the one that the script sets up. Let the object save plain values or"
-            " tensors.",
+            "Rank %d could not save its own state: %s. A resumed run uses the state saved by"
+            " rank 0, or the state that the script sets up. Change the object so that it saves"
+            " plain values or tensors.",
             topology.rank,
             "; ".join(failures),
         )
@@ -328,10 +323,11 @@ def _stored(entries: Entries) -> State:
 def take_up_entries(
     saved: State, tree: State, read: Read | None = None, without: Collection[str] = ()
 ) -> State:
-    """Replaces entries of rank 0 by those that this rank saved, and returns the state of the engine
-    with extra state.
+    """Replaces rank 0's entries with the entries that this rank saved, and returns the engine's
+    state.
 
-    Without ``read``, it reads the entries that are safe to read, and a warning names the others.
+    The returned state includes extra state. If ``read`` is None, entries that are unsafe to read
+    are skipped with a warning.
     """
     extra: State = {}
     unread = put(saved["entries"], tree, read or read_safely, without)
@@ -339,15 +335,15 @@ def take_up_entries(
     named = "; ".join(unread)
     if unread and read is None:
         _log.warning(
-            "Extra state of modules cannot be read with weights_only=True: %s. These modules keep"
-            " their current state. Return plain values or tensors from get_extra_state, or restore"
-            " it yourself.",
+            "Extra state of modules cannot be read with weights_only=True: %s. These modules"
+            " keep their current state. Return plain values or tensors from get_extra_state, or"
+            " restore the extra state yourself.",
             named,
         )
     elif unread:
         raise ValueError(
-            f"This rank's own file cannot be read: {named}. If you trust the checkpoint, read it"
-            " with weights_only=False; or save plain values or tensors instead."
+            f"This rank's own file cannot be read: {named}. If you trust the checkpoint, load it"
+            " with weights_only=False. Otherwise, save plain values or tensors."
         )
     return {**saved["engine"], "extra_state": extra}
 
@@ -363,12 +359,12 @@ def write_ranks(
     settings: Mapping[str, object],
     advice: str = _ADVICE,
 ) -> Saved:
-    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
-    # Ranks may have chosen different paths: requeued SLURM jobs number their checkpoints by the
-    # files that they see.
+    """Writes each rank's file; see [Note: the order of a save]. Must be called on all ranks."""
+    # Ranks may have chosen different paths, because a requeued SLURM job numbers its checkpoint by
+    # the files that it sees.
     path, save = topology.world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = _saves_of(path) if topology.rank == 0 else []
-    # Gathering waits until all files are written.
+    # Gathering the entries waits until all ranks have written their files.
     entries = _by_all(
         path, save, topology, lambda: write_rank(path, save, topology.rank, state), advice
     )
@@ -384,7 +380,7 @@ def write_ranks(
 
 
 def _saves_of(path: str) -> list[str]:
-    """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
+    """Returns the names of all saves in a checkpoint file's folder, including incomplete saves."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.path):
         return []
@@ -395,11 +391,11 @@ def _saves_of(path: str) -> list[str]:
 def write_common_file(
     saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE
 ) -> None:
-    """Writes the manifest, and then the file that all groups share. All ranks must call it."""
+    """Writes the manifest and then the checkpoint file. All ranks must call this function."""
     save = saved.header["save"]
 
     def write_manifest() -> None:
-        """Completes the folder."""
+        """Completes the folder of the save."""
         if topology.rank == 0:
             manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
             _write(saved.path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
@@ -411,8 +407,8 @@ def write_common_file(
 def _by_all(
     path: str, save: str, topology: Topology, write: Callable[[], Outcome], advice: str
 ) -> list[Outcome]:
-    """Writes on all ranks, and returns all outcomes; raises on all ranks if one cannot write, for
-    example on a full disk.
+    """Calls ``write`` on all ranks and returns the results. If any rank fails, all ranks raise an
+    error.
     """
     outcomes = topology.world.attempt(write)
     failures = list[str]()
@@ -425,8 +421,8 @@ def _by_all(
         if error is not None and not isinstance(error, (OSError, RuntimeError)):
             raise error
         raise OSError(
-            f"The checkpoint {path} could not be saved: {'; '.join(failures)}. Nothing is left of"
-            f" it. {advice}"
+            f"The checkpoint {path} could not be saved: {'; '.join(failures)}. Its partial files"
+            f" were removed. {advice}"
         ) from error
     return [outcome.value for outcome in outcomes]
 
@@ -434,8 +430,8 @@ def _by_all(
 def require_processes(topology: Topology) -> None:
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
-            "save() writes one file per process, but these worker groups are simulated in one. Save"
-            " state_dict() of each engine instead."
+            "save() writes one file per process, but these worker groups are simulated in one"
+            " process. Save the state_dict() of each engine instead."
         )
 
 
@@ -448,8 +444,8 @@ def write_own(
     tree: State,
     **others: object,
 ) -> Saved:
-    """Writes the files of all ranks, with the inner optimizers and anything else that the caller
-    saves. All ranks must call it.
+    """Writes each rank's file, including the state of its inner optimizers. All ranks must call
+    this function.
     """
     rank_state = {
         "engine": state,
@@ -469,8 +465,8 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
-    """Writes a checkpoint file with the outer parameters, and the files of all ranks. All ranks must
-    call it.
+    """Writes each rank's file and a checkpoint file with the outer parameters. All ranks must call
+    this function.
     """
     saved = write_own(path, topology, settings, state, inner_optimizers, {})
 
@@ -488,8 +484,8 @@ def save(
 def load(
     path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]
 ) -> State:
-    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks
-    must call it.
+    """Restores inner optimizers and random state, and returns the engine's state. All ranks must
+    call this function.
     """
 
     def read_file() -> State:
@@ -497,7 +493,9 @@ def load(
         try:
             return _deserialised(folder.filesystem.cat_file(folder.file))
         except FileNotFoundError as error:
-            raise ValueError(f"There is no checkpoint {path}. Give the path of one.") from error
+            raise ValueError(
+                f"There is no checkpoint at {path}. Pass the path of an existing checkpoint."
+            ) from error
 
     saved = read_own(path, read_file, topology, settings, len(inner_optimizers))
     take_up_training(saved, inner_optimizers)
@@ -512,8 +510,8 @@ def read_own(
     optimizers: int,
     read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and inserts its entries into the contents of the checkpoint
-    file. All ranks must call it.
+    """Reads this rank's file and inserts its entries into the checkpoint. All ranks must call this
+    function.
     """
     saved: State = {}
     header = None
@@ -526,7 +524,7 @@ def read_own(
     except ValueError as error:
         refusal = str(error)
     except Exception as error:
-        # All kinds of errors, because the other ranks would wait for this one.
+        # Every kind of error is caught, because the other ranks would otherwise wait for this rank.
         refusal = f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
@@ -536,16 +534,14 @@ def read_own(
 
 
 def take_up_training(saved: State, inner_optimizers: Sequence[Optimizer]) -> None:
-    """Restores inner optimizers and random numbers from the file of a rank."""
+    """Restores inner optimizers and random state from a rank's file."""
     for optimizer, state in zip(inner_optimizers, saved["optimizer_states"], strict=True):
         take_up_state(optimizer, state)
     set_random_state(saved["random"])
 
 
 def start_of(header: Header, saved: State) -> str:
-    """Describes the inner step at which a rank resumes, given the header of the checkpoint and the
-    file of the rank.
-    """
+    """Describes the inner step from which a rank resumes."""
     return f"inner step {saved['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
 
 
@@ -556,15 +552,16 @@ def _read_matching(
     settings: Settings,
     optimizers: int,
 ) -> State:
-    """Reads the file of this rank, and refuses another layout, other settings or optimizers."""
+    """Reads this rank's file after checking that layout, settings and optimizers match."""
     if header is None:
         raise ValueError(
-            f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another"
-            " file."
+            f"{path} was not saved by lightning_sdiloco, because it does not refer to a folder"
+            " of rank files. Pass another checkpoint."
         )
     if header["layout"] != _layout(topology):
         raise ValueError(
-            f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}"
+            f"{path} was saved with {header['layout']}, but this run has {_layout(topology)}."
+            f" {_SAME}"
         )
     differences = settings.taken_from(header["settings"]).differences(header["settings"])
     if differences:
@@ -575,9 +572,9 @@ def _read_matching(
     saved = read_rank(path, header, topology.rank)
     if len(saved["optimizer_states"]) != optimizers:
         raise ValueError(
-            f"{path} holds the state of {len(saved['optimizer_states'])} inner optimizers, but"
-            f" there are {optimizers}. Give the engine the same inner_optimizers as when it was"
-            " saved."
+            f"{path} contains the state of {len(saved['optimizer_states'])} inner optimizers,"
+            f" but this run has {optimizers}. Pass the same inner_optimizers to the engine as"
+            " when the checkpoint was saved."
         )
     return saved
 
@@ -587,7 +584,7 @@ def _layout(topology: Topology) -> dict[str, int]:
 
 
 def place_of(topology: Topology) -> dict[str, int]:
-    """Returns which rank of which worker group this is, for the state of an engine."""
+    """Returns the worker group and rank of this process for the state of an engine."""
     return {
         "num_groups": topology.num_groups,
         "group_index": topology.group_index,
@@ -597,24 +594,22 @@ def place_of(topology: Topology) -> dict[str, int]:
 
 
 def require_own_state(state: State, topology: Topology) -> None:
-    """Refuses the state of another rank: every worker group would continue from the values of
-    one.
-    """
+    """Refuses the state of another rank, because each worker group has different values."""
     place = place_of(topology)
     saved_place = state.get("rank")
     if saved_place is None or not state.keys() >= {"settings", "schedule"}:
         raise ValueError(
-            "This state comes from an engine of an earlier version, which this one cannot read."
-            " Load it with the version that made it, or restart from the outer parameters."
+            "This state was saved by an earlier version in a format that this version cannot"
+            " read. Load it with the version that saved it, or restart from the outer parameters."
         )
     if saved_place != place:
         raise ValueError(
             f"This is the state of {_in_words(saved_place)}, but this process is"
-            f" {_in_words(place)}. Each rank needs its own state, because worker groups hold"
-            " different values. A checkpoint that only rank 0 writes, as torch.save in one process,"
-            " fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine)"
-            " do, keeps only rank 0's. Save with engine.save(path) and load with engine.load(path)"
-            " in all processes: they keep a file per rank."
+            f" {_in_words(place)}. Each rank needs its own state, because worker groups have"
+            " different values. A checkpoint written only by rank 0 contains only the state of rank"
+            f" 0. This is the case for torch.save in one process, fabric.save({{'engine': engine}})"
+            " and accelerator.register_for_checkpointing(engine). Call engine.save(path) and"
+            " engine.load(path) in all processes to store one file per rank."
         )
 
 
@@ -629,7 +624,7 @@ def _in_words(place: Mapping[str, int]) -> str:
 
 
 def own_state(optimizer: Optimizer) -> State:
-    """Returns the state of an optimizer, with this rank's parts of sharded tensors."""
+    """Returns the state of an optimizer with this rank's parts of sharded tensors."""
     state = optimizer.state_dict()
     held = dict[int, State]()
     divided = dict[int, list[str]]()
@@ -645,14 +640,12 @@ def own_state(optimizer: Optimizer) -> State:
 
 
 def take_up_state(optimizer: Optimizer, saved: State) -> None:
-    """Restores the state that `own_state` returned, for the same parameters, sharded in the same
-    way.
-    """
+    """Restores the state that `own_state` returned for the same parameters with the same sharding."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: dict(entry) for index, entry in saved["state"].items()}
     for index, keys in saved.get("divided", {}).items():
         for key in keys:
             state[index][key] = like(parameters[index], state[index][key])
-    # A fresh optimizer keeps the state that its constructor made.
+    # If the saved state is empty, the optimizer keeps the state that its constructor created.
     state = state or optimizer.state_dict()["state"]
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

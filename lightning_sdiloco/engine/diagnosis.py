@@ -1,4 +1,4 @@
-"""Measures how closely the groups agree on a fragment in flight."""
+"""Measurements of how closely the groups agree on a fragment in flight."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,25 +11,25 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.fragments import Diagnostics, Launch
 
-# The names under which torch's optimizers keep the running mean of their gradients.
+# The keys under which torch's optimizers store the running mean of their gradients.
 _MOMENTUM_NAMES = ("momentum_buffer", "exp_avg")
 
 
 class Diagnosis:
-    """Measures during a flight how closely the groups agree on its fragment."""
+    """Measurements during a flight of how closely the groups agree on its fragment."""
 
     def __init__(self) -> None:
         self._encoding_squares = torch.empty(0)
         self._mean_sums = torch.empty(0)
 
     def measure_encoding(self, decoded: Tensor, values: Tensor) -> None:
-        """Measures how much the values that this group sends differ from the values it encoded."""
+        """Measures the error that encoding adds to the values that this group sends."""
         self._encoding_squares = _squares([decoded - values, values])
 
     def measure_mean(
         self, payloads: Sequence[Tensor], compression: Compression, mean: Tensor
     ) -> None:
-        """Measures how closely the payload of each group points in the direction of the mean."""
+        """Measures the alignment of each group's payload with the mean."""
         sums = [_squares([mean])]
         decoded = torch.empty_like(mean)
         for payload in payloads:
@@ -45,7 +45,7 @@ class Diagnosis:
     def result(
         self, launch: Launch, outer_state: Mapping[str, Any], in_group: Communicator
     ) -> Diagnostics:
-        """Returns how closely the groups agree, after the outer step. In-group collective."""
+        """Returns all measurements after the outer step. In-group collective."""
         outer_squares = torch.full((3,), math.nan, dtype=torch.float64, device=launch.outer.device)
         outer_squares[:2] = _squares([launch.gradient, launch.outer])
         momentum = _momentum_of(outer_state)

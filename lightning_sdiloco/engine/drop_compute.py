@@ -1,6 +1,4 @@
-"""DropCompute: ranks of a group that are late in an inner step drop the rest of their
-micro-batches.
-"""
+"""DropCompute: drops the remaining micro-batches of a rank that is late in an inner step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +12,7 @@ from torch import nn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import is_sharded
 
-# The number of inner steps after which ``budget="auto"`` is chosen.
+# The number of inner steps that ``budget="auto"`` measures.
 _WARMUP = 50
 
 # The number of thresholds that are tried.
@@ -22,24 +20,25 @@ _THRESHOLDS = 200
 
 
 class DropCompute:
-    """Limits how long a rank computes in an inner step of several micro-batches (arXiv 2306.10598).
+    """A limit on how long a rank computes in an inner step of several micro-batches (arXiv
+    2306.10598).
 
-    The ranks of a worker group wait for each other in every inner step. A rank that has computed
-    longer than the budget drops the remaining micro-batches, except the last one, in which
-    gradients are synchronised. Losses are divided by the number of all micro-batches, as in the
-    authors' code, so a dropped micro-batch counts as a gradient of zero. The mean weights a group
-    by how much its ranks have trained.
+    The ranks of a worker group wait for each other in every inner step. A rank that exceeds the
+    budget drops its remaining micro-batches, except for the last, which synchronises gradients. As
+    in the authors' code, losses are divided by the total number of micro-batches, so a dropped
+    micro-batch counts as a zero gradient. The mean weights each group by the number of
+    micro-batches that its ranks trained.
 
-    Call it with a loader to get one that yields None for dropped micro-batches, which a Trainer
-    handles.
+    Call a `DropCompute` with a loader to get a loader that yields None for dropped micro-batches. A
+    Trainer skips these None values.
 
     Args:
-        micro_batches: The number of micro-batches in an inner step: ``accumulate_grad_batches`` of
-            a Trainer.
-        budget: The seconds that a rank may compute. With ``"auto"``, nothing is dropped for 50
-            inner steps; then the ranks of a group share how long each micro-batch took, and all
-            choose the budget that maximises throughput.
-        most_dropped: The largest share of micro-batches that ``"auto"`` drops.
+        micro_batches: The number of micro-batches in an inner step, which a Trainer calls
+            ``accumulate_grad_batches``.
+        budget: The number of seconds that a rank may compute in an inner step. With ``"auto"``,
+            nothing is dropped for the first 50 inner steps. The ranks of a group then share their
+            measured times and choose the budget that maximises throughput.
+        most_dropped: The largest share of micro-batches that ``"auto"`` may drop.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -58,37 +57,38 @@ class DropCompute:
     ) -> None:
         if not isinstance(micro_batches, int) or micro_batches < 2:
             raise ValueError(
-                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always runs."
-                " Accumulate the gradients of at least 2, or leave DropCompute out."
+                f"micro_batches={micro_batches!r} leaves nothing to drop, because the last"
+                " micro-batch always runs. Accumulate gradients over at least 2 micro-batches,"
+                " or remove DropCompute."
             )
         if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
             raise ValueError(
-                f"budget={budget!r} is out of range: give seconds, at least 0, or 'auto'."
+                f"budget={budget!r} is out of range. It must be 'auto' or at least 0 seconds."
             )
         if not 0 < most_dropped < 1:
             raise ValueError(
-                f"most_dropped={most_dropped!r} is out of range: it must be a share above 0 and"
-                " below 1, such as 0.1."
+                f"most_dropped={most_dropped!r} is out of range. It must be between 0 and 1,"
+                " such as 0.1."
             )
         self.micro_batches = micro_batches
         self.budget = budget
         self.most_dropped = most_dropped
 
     def __call__(self, loader: Any) -> "DroppingLoader":
-        """Wraps a loader in one that yields None for dropped micro-batches."""
+        """Wraps a loader so that it yields None for dropped micro-batches."""
         return DroppingLoader(self, loader)
 
 
 class DroppingLoader:
-    """Yields the batches of a loader, and None for dropped micro-batches; see `DropCompute`.
+    """A loader that yields None for each micro-batch that is dropped; see `DropCompute`.
 
     Attributes:
-        drop: The settings.
-        loader: The loader.
+        drop: The settings of DropCompute.
+        loader: The wrapped loader.
         length: The number of micro-batches in an epoch.
-        budget: The seconds that a rank may compute in an inner step.
+        budget: The number of seconds that a rank may compute in an inner step.
         trained: The number of micro-batches trained so far in this inner step.
-        dropped: The number of micro-batches dropped in all inner steps.
+        dropped: The total number of micro-batches dropped so far.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class DroppingLoader:
     ) -> None:
         if not hasattr(loader, "__len__"):
             raise ValueError(
-                "DropCompute needs a loader with a length: the last micro-batch of an epoch"
-                " synchronises the gradients and must not be dropped. Give the loader a __len__."
+                "DropCompute needs a loader with a length, because the last micro-batch of an epoch"
+                " synchronises the gradients and must not be dropped. Define __len__ on the loader."
             )
         self.drop = drop
         self.loader = loader
@@ -106,17 +106,18 @@ class DroppingLoader:
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
         self.trained = self.dropped = 0
         self._measures = drop.budget == "auto"
-        # Gathers objects from the ranks of the group; from one rank until `follow` is called.
+        # Gathers objects from the ranks of the group, or only from this rank until `follow` is
+        # called.
         self._all_gather: Callable[[Any], list[Any]] = lambda table: [table]
         # For each measured step, the seconds from its start to the end of each micro-batch.
         self._table: list[list[float]] = []
         self._position = 0
         self._resumed = False
-        # Events of the device after the micro-batches that may not be computed yet.
+        # Device events recorded after micro-batches that may still be running.
         self._events: list[Any] = []
 
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
-        """Uses the group of an engine, and returns this loader. A Trainer calls it."""
+        """Connects the loader to an engine's worker group and returns the loader."""
         if engine.topology.group_size > 1:
             _refuse_what_meets(engine.model)
         self._all_gather = engine.topology.in_group.all_gather_object
@@ -135,7 +136,7 @@ class DroppingLoader:
 
     @property
     def is_last(self) -> bool:
-        """True for the last micro-batch of an inner step, in which gradients are synchronised."""
+        """Whether the current micro-batch is the one that synchronises gradients."""
         return self._position % self.drop.micro_batches == 0 or self._position >= self.length
 
     def __iter__(self) -> Iterator[Any]:
@@ -151,7 +152,8 @@ class DroppingLoader:
             if self._position % self.drop.micro_batches == 0 or not began:
                 if row:
                     self._note([*row, now - began])
-                # Choosing a budget takes time, and so does waiting for other ranks.
+                # The clock is read again, because choosing a budget and waiting for ranks take
+                # time.
                 began = self._clock()
                 row = []
                 self.trained = 0
@@ -166,9 +168,7 @@ class DroppingLoader:
                 yield batch
 
     def _now(self) -> float:
-        """Returns the time. On a device, it waits until the micro-batch before the last one is
-        computed.
-        """
+        """Returns the time. On a GPU, first waits until at most one micro-batch is still running."""
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
@@ -178,7 +178,7 @@ class DroppingLoader:
         return self._clock()
 
     def _note(self, row: list[float]) -> None:
-        """Adds a step to the table, and chooses the budget once there are enough steps."""
+        """Adds a step to the table, and chooses the budget once enough steps are measured."""
         if not self._measures:
             return
         if len(row) == self.drop.micro_batches and self.trained:
@@ -201,8 +201,8 @@ class DroppingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the point at which `state_dict` was called; the time of the inner step
-        restarts.
+        """Resumes from the point at which `state_dict` was called, and restarts the inner step's
+        clock.
         """
         self._position = state["position"]
         self.trained = state["trained"]
@@ -217,20 +217,20 @@ class DroppingLoader:
 
 
 def _computed(tables: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns the seconds of every micro-batch, by rank and step, and of a step in which no rank
-    computes.
+    """Returns the duration of each micro-batch by rank and step, and the overhead of a step, in
+    seconds.
 
     Args:
-        tables: The seconds from the start of each step to the end of each micro-batch, by rank and
-            step.
+        tables: The seconds from the start of each step to the end of each of its micro-batches, by
+            rank and step.
     """
     times = []
     for table in tables:
         rank_times = []
         for row in table:
             seconds = [end - start for start, end in pairwise([0.0, *row[:-1]])]
-            # The last one also synchronises gradients, so the mean is used as its time of
-            # computation.
+            # The last micro-batch also synchronises gradients, so the mean replaces its measured
+            # time.
             rank_times.append([*seconds, sum(seconds) / len(seconds)])
         times.append(rank_times)
     overhead = 0.0
@@ -249,9 +249,9 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not work with {kinds[0]}: the ranks of a worker group would"
-            " communicate in every micro-batch, and wait for one that drops it. Use groups whose"
-            " ranks have the whole model, or leave DropCompute out."
+            f"DropCompute does not work with {kinds[0]}, because the ranks of a worker group"
+            " would communicate in every micro-batch and wait for any rank that drops one. Use"
+            " worker groups whose ranks hold the whole model, or remove DropCompute."
         )
 
 
@@ -267,17 +267,17 @@ def best_drop(
     """Finds the budget that maximises throughput; see [Note: the rule of DropCompute].
 
     [Note: the rule of DropCompute] A step takes as long as its slowest rank computes, plus an
-    overhead that no rank can shorten. With a budget, a rank that is late before a micro-batch drops
-    this one and those after it, except for the last, which synchronises; the first one is never
-    late. If this shortens the step by the share ``s`` and drops the share ``d`` of the
-    micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598, and its code). With few
-    ranks whose times vary widely, the optimum is flat and noisy, and would drop most micro-batches.
-    For this reason, ``d`` is limited.
+    overhead that no rank can shorten. A rank that exceeds the budget drops all its remaining
+    micro-batches except for the last, which synchronises gradients. The first micro-batch always
+    runs. If dropping shortens the step by the share ``s`` and drops the share ``d`` of the
+    micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598 and the authors' code).
+    With few ranks whose times vary widely, the optimum is flat and noisy, and would drop most
+    micro-batches. For this reason, ``d`` is limited.
 
     Args:
-        times: The seconds of every micro-batch: ``times[rank][step][micro-batch]``.
-        overhead: The seconds of a step in which no rank computes.
-        most_dropped: The largest share that may be dropped.
+        times: The duration of each micro-batch in seconds, as ``times[rank][step][micro-batch]``.
+        overhead: The duration of a step, in seconds, without any computation.
+        most_dropped: The largest share of micro-batches that may be dropped.
 
     Examples:
         >>> steady, slow = [1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0]
@@ -295,7 +295,7 @@ def best_drop(
     )
     best = Drop(inf)
     for budget in budgets.tolist():
-        # The first and the last micro-batch are computed, and all that begin in time.
+        # The first and last micro-batches always run, as do all that begin within the budget.
         is_computed = torch.ones_like(ends)
         is_computed[..., 1:-1] = (ends[..., :-2] <= budget).to(ends.dtype)
         dropped = 1 - float(is_computed.mean(dtype=torch.float64))

@@ -1,6 +1,4 @@
-"""The Streaming DiLoCo engine for any training loop: the public class, which counts steps and
-landings.
-"""
+"""The public class of the Streaming DiLoCo engine, which works with any training loop."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -69,73 +67,78 @@ from lightning_sdiloco.memory import give_back_free_memory
 from lightning_sdiloco.version import VERSION
 
 _ADVICE = (
-    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather logged values,"
-    " evaluate and save only every few steps."
+    "Pass group=WorkerGroups(...).process_group to collectives inside a step. Gather logged"
+    " values, evaluate and save only every few steps."
 )
 
 
 class StreamingDiLoCo:
     """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
 
-    Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The
-    worker groups exchange their outer gradients fragment by fragment, in the background, while
-    training continues. If ``torch.distributed`` is initialised, all ranks must construct the
-    engine, and they start from rank 0's parameters and buffers. Otherwise there is one worker
-    group.
+    In every process, call `step` after each ``optimizer.step()``, and call `finish` at the end of
+    training. The worker groups exchange their outer gradients fragment by fragment in the
+    background while training continues. If ``torch.distributed`` is initialised, all ranks must
+    construct the engine, and training starts from rank 0's parameters and buffers. Otherwise, there
+    is one worker group.
 
     Args:
         model: The model to train, wrapped in ``DistributedDataParallel`` if a worker group has
             several ranks.
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
-            ``"auto"``: one per process. Pass a `WorkerGroups` if you wrapped the model with its
-            process group.
-        sync_every: The inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: The inner steps from the launch of a fragment to its landing (tau in the
-            paper), below ``sync_every``. None: five, or as many as fit into shorter rounds.
+            With ``"auto"``, each process is a group. Pass a `WorkerGroups` if you wrapped the model
+            with its process group.
+        sync_every: The number of inner steps between two launches of the same fragment (H in the
+            paper).
+        overlap_steps: The number of inner steps from the launch of a fragment to its landing (tau
+            in the paper), which must be below ``sync_every``. The default is five, or fewer if the
+            rounds are shorter.
         mixing: The share of the local parameters that is kept on landing (alpha in the paper), from
-            0 to 1, or a `LandingRule` such as `Carry`. Here and for ``outer_lr`` and
-            ``outer_momentum``, ``"auto"`` chooses based on the number of groups, ``sync_every`` and
-            the compression.
-        fragments: How the model is divided: ``"strided:3"`` or ``"sequential:3"``, with the number
-            of repeated blocks per fragment (by default an eighth of the blocks, one to three, or
-            more to make at most 32 fragments); ``"balanced"``, into as many fragments of equal size
-            as ``"strided"`` makes; a number of fragments of equal size; or a list of lists of
-            shell-style patterns for parameter names, one list per fragment.
-        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, such
-            as ``"fp4"``, or a `Compression`.
+            0 to 1, or a `LandingRule` such as `Carry`. If ``mixing``, ``outer_lr`` or
+            ``outer_momentum`` is ``"auto"``, its value depends on the number of groups,
+            ``sync_every`` and the compression.
+        fragments: How the model is divided. Pass ``"strided:3"`` or ``"sequential:3"`` to set the
+            number of repeated blocks per fragment. By default, a fragment contains an eighth of the
+            blocks, with a minimum of one and a maximum of three. Deeper models have more blocks per
+            fragment, so that there are at most 32 fragments. ``"balanced"`` creates the same number
+            of fragments as ``"strided"``, but with equal sizes. Pass an integer to create that many
+            fragments of equal size. Alternatively, pass one list per fragment with shell-style
+            patterns for parameter names.
+        compression: The encoding of outer gradients, which is a `Compression` or a name from
+            ``compression.COMPRESSIONS``, such as ``"fp4"``.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
-        outer_momentum: The momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch
-            optimizer that works elementwise; it replaces the Nesterov SGD. Alternatively, an
-            `OuterOptimizer`, which also sets a rate schedule, clipping, a guard against outliers,
-            and where outer state is kept.
-        exchange: How encoded outer gradients become their mean in every group: ``"gather"``,
-            ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or a
+        outer_momentum: The momentum of the outer Nesterov SGD as defined by torch, or ``"auto"``.
+        outer_optimizer: A callable that takes the flat float32 shards, one per fragment, and
+            returns an elementwise torch optimizer, which replaces the Nesterov SGD. Alternatively,
+            pass an `OuterOptimizer` to set a rate schedule, clipping, a guard against outliers and
+            the location of the outer state.
+        exchange: How the groups average their encoded outer gradients. Pass ``"gather"``,
+            ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or pass a
             `TwoShot`.
         dense_beginning: A `DenseBeginning`, which makes groups exchange more often in the first
-            rounds. None: none.
-        schedule: When fragments launch: a `LaunchSchedule` such as `Selective`. None: every
-            ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean: a `Weighing`. None: in proportion to the
-            inner steps that it trained.
-        route: The groups with which each group exchanges in a round: a `Route` such as
-            `RandomPairs`. None: all groups. With a route, groups have different outer parameters,
-            and you need `group_mean` to show the outer model.
-        untrained: The treatment of buffers and frozen parameters, by patterns of their names:
-            ``"mean"``, ``"first"`` or ``"own"``. None: statistics of normalization layers are
-            averaged, other buffers are taken from the first group, and large buffers and frozen
-            parameters are each group's own.
-        timeout: How long a fragment may be in flight.
-        federation: The `Federation` that these separately launched ranks join as a site. None: all
-            worker groups are launched together.
-        inner_optimizers: The optimizers of your loop. `save` includes their state. Values in it
-            that are not finite are reset, and landings also move the copies of the weights that
-            they keep.
+            rounds. By default, there is no dense beginning.
+        schedule: A `LaunchSchedule`, such as `Selective`, that determines when fragments launch. By
+            default, each fragment launches every ``sync_every`` inner steps.
+        weighing: A `Weighing`, which determines the weight of each group in a mean. By default, a
+            group's weight is proportional to the inner steps that it trained.
+        route: A `Route`, such as `RandomPairs`, that determines which groups exchange with each
+            other in a round. By default, all groups exchange with each other. With a route, groups
+            have different outer parameters, and you need `group_mean` to evaluate the outer model.
+        untrained: How to handle buffers and frozen parameters. Map patterns of their names to
+            ``"mean"``, ``"first"`` or ``"own"``. By default, statistics of normalization layers are
+            averaged, other small buffers are taken from the first group, and each group keeps its
+            own large buffers and frozen parameters.
+        timeout: The maximum time that a fragment may be in flight.
+        federation: The `Federation` that these ranks join as a separately launched site. By
+            default, all worker groups are launched together.
+        inner_optimizers: The optimizers of your training loop. `save` stores their state, and the
+            engine resets non-finite values in that state. If the optimizers keep copies of the
+            weights, a landing updates these copies as well.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be divided as requested, ranks
-            differ in either, or an inner optimizer keeps a copy of the weights outside its state.
+        ValueError: If an argument is out of range, the model cannot be divided as requested, the
+            ranks' arguments or models differ, or an inner optimizer keeps a copy of the weights
+            outside its state.
         TypeError: If an argument is unknown.
 
     Examples:
@@ -230,7 +233,7 @@ class StreamingDiLoCo:
         require_same_settings(described, self.topology.world)
 
     def join(self) -> None:
-        """Waits until a site has the other sites' state, without which its first inner steps may be
+        """Waits until a site has the current state of its federation, so that no inner steps are
         wasted.
         """
         self.loop.join(self.inner_steps)
@@ -239,23 +242,23 @@ class StreamingDiLoCo:
     def step(
         self, *, trained: int = 1, idle: bool = False, samples: int | None = None
     ) -> Turns[list[Landing]]:
-        """Counts an inner step, launches and lands the fragments that are due, and returns the
+        """Counts an inner step, launches and lands all fragments that are due, and returns the
         landings.
 
         Args:
             trained: The number of micro-batches that this rank trained in this inner step. Groups
-                are weighted by it in the next mean of every fragment, so all groups must count in
-                the same unit.
-            idle: Whether this group did not train in this inner step, for instance because its data
-                has ended; equivalent to ``trained=0``. All ranks of a group must pass the same
-                value.
-            samples: The number of samples that this rank trained on, by which a federation weights
-                its sites. None: ``trained``.
+                are weighted by this number in the next mean of each fragment, so all groups must
+                use the same unit.
+            idle: Whether this group did not train in this inner step, for example because its data
+                was exhausted. ``idle=True`` is equivalent to ``trained=0``. All ranks of a group
+                must pass the same value.
+            samples: The number of samples that this rank trained on, which a federation uses to
+                weight its sites. The default is ``trained``.
 
         Raises:
-            ValueError: If ``trained`` is not a whole number of at least 0.
-            ExchangeError: If a worker group stopped, or did not answer within ``timeout``.
-            AgreementError: If the groups have different outer parameters, or a group's values
+            ValueError: If ``trained`` is not a non-negative integer.
+            ExchangeError: If a worker group stopped or did not respond within ``timeout``.
+            AgreementError: If the groups have different outer parameters, or if a group's values
                 remain non-finite.
         """
         self._require_open("step()")
@@ -264,9 +267,9 @@ class StreamingDiLoCo:
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
-                f"trained={trained!r} is not a number of micro-batches: it must be a whole number,"
-                " 0 if the group was idle. Give 1 for an inner step without micro-batches, or leave"
-                " it out."
+                f"trained={trained!r} is not a number of micro-batches. It must be a"
+                " non-negative integer, and 0 if the group was idle. For an inner step without"
+                " gradient accumulation, pass 1 or omit the argument."
             )
         counts = self.history.counts
         counts.inner_steps += 1
@@ -287,13 +290,12 @@ class StreamingDiLoCo:
 
     @takes_turns
     def finish(self) -> Turns[list[Landing]]:
-        """Ends training: lands the fragments in flight, averages all local progress, and leaves the
-        outer model.
+        """Ends training by landing all fragments in flight and averaging the groups' models.
 
-        After the landings, every fragment takes the plain mean of the groups' local parameters, in
-        float32, without the outer learning rate and momentum. The model then contains the outer
-        parameters, which are bit-identical in every group, and no gradients. Returns the landings,
-        except those of the final exchange. A second call does nothing.
+        After the landings, each fragment is set to the plain float32 mean of the groups' local
+        parameters, without the outer learning rate or momentum. The model then contains the outer
+        parameters, which are bit-identical in every group. Gradients are cleared. Returns all
+        landings except those of the final exchange. A second call has no effect.
         """
         if self.is_finished:
             return []
@@ -320,22 +322,20 @@ class StreamingDiLoCo:
         if self.site is None:
             self.rounds.is_ending = True
             self.fragmented_model.free_spare_memory()
-        # A site's landings until its end also change its records.
+        # Until a site finishes, its landings also change its records.
         self.fragmented_model.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self.history.land(self.loop.land_all(self.inner_steps))
 
     def leave(self) -> list[Landing]:
-        """Ends training early. A site first sends the training that it holds, so that it counts.
-        Returns the landings; see `close`.
+        """Ends training early and returns the landings. A site first sends its unsent training
+        progress.
         """
         landed = self.history.land(self.loop.leave(self.inner_steps))
         self.close()
         return landed
 
     def close(self) -> None:
-        """Ends the background work. Fragments in flight are lost; `finish` calls this when there
-        are none.
-        """
+        """Stops the background work and discards fragments in flight. `finish` calls this method."""
         self._is_closed = True
         self.loop.close()
         self.fragmented_model.free_spare_memory()
@@ -344,23 +344,23 @@ class StreamingDiLoCo:
     def _require_open(self, called: str) -> None:
         if self._is_closed:
             raise RuntimeError(
-                f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to"
-                " train."
+                f"{called} was called after finish() or close(). Create a new StreamingDiLoCo to"
+                " continue."
             )
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` was called, so that the model contains the outer parameters."""
+        """Whether `finish` has run, after which the model contains the outer parameters."""
         return self.fragmented_model.view.has_ended
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended for all its sites."""
+        """Whether the run has ended for all of its sites."""
         return self.loop.is_over
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments, with the names of their parameters and their sizes in bytes."""
+        """The fragments, including their parameter names and sizes in bytes."""
         return self.fragmented_model.partition
 
     @property
@@ -370,8 +370,8 @@ class StreamingDiLoCo:
 
     @property
     def has_landed(self) -> bool:
-        """Whether every fragment has landed once. Until then, the outer model is partly untrained:
-        evaluate and save `group_mean` instead.
+        """Whether every fragment has landed at least once. While this is False, the outer model is
+        partly untrained, so evaluate and save `group_mean` instead.
         """
         if not all(fragment.outer.rounds for fragment in self.fragmented_model.fragments):
             return False
@@ -380,38 +380,38 @@ class StreamingDiLoCo:
         return self.site is not None or steps >= timetable.schedule.first_round
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
-        """Shows the outer model inside a ``with`` block, which may be nested, and then restores the
-        local one bit for bit.
+        """Loads the outer model inside a ``with`` block and then restores the local model bit for
+        bit.
 
-        In-group collective. Given a mean from `group_mean`, it shows that mean and waits for no
-        other group. Without one, on a route that is not shared, it shows this group's outer
-        parameters. Each group shows its own untrained state; a mean includes that of the first
-        group.
+        In-group collective. Blocks may be nested. If you pass a mean from `group_mean`, the model
+        takes that mean, without waiting for other groups. Otherwise, the model takes the outer
+        parameters, which differ between groups if a route is used. Each group keeps its own
+        untrained state, but a mean includes the untrained state of the first group.
         """
         return self.fragmented_model.view.shown(mean)
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
-        """Makes rank 0's current model the outer model of all groups. All ranks must call it
-        together.
+        """Makes rank 0's current model the outer model of all groups. All ranks must call this
+        method together.
 
-        Call it after you have overwritten weights, for example with those of a better epoch.
-        Fragments in flight and the outer momentum are dropped in all groups; the inner optimizers
+        Call this method after you overwrite weights, for example with the weights of a better
+        epoch. All groups discard fragments in flight and the outer momentum. The inner optimizers
         keep their state.
 
         Args:
-            names: The parameters that you have overwritten. None: all of them, and the buffers that
-                are exchanged.
+            names: The names of the parameters that you have overwritten. By default, all parameters
+                and all exchanged buffers are used.
 
         Raises:
-            ValueError: If the model has no such trainable parameter, or these ranks are a site of a
+            ValueError: If a name is not a trainable parameter, or if these ranks form a site of a
                 federation.
         """
         self._require_open("set_outer()")
         if self.site is not None:
             raise ValueError(
-                "Only a federation's records change its outer model: a site cannot overwrite"
-                " weights while it trains. Found a new run from the weights that you want."
+                "A site cannot overwrite weights while it trains, because only a federation's"
+                " records change its outer model. Start a new run from the weights that you want."
             )
         fragmented_model = self.fragmented_model
         fragments = fragmented_model.fragments
@@ -420,8 +420,7 @@ class StreamingDiLoCo:
         unknown = sorted(chosen - trainable_names)
         if unknown:
             raise ValueError(
-                f"set_outer was given {unknown[0]!r}, which is not a trainable parameter of the"
-                " model."
+                f"set_outer received {unknown[0]!r}, which is not a trainable parameter."
             )
         self.history.counts.flights_dropped += self.rounds.drop_flights()
         fragmented_model.cut_model.reshard()
@@ -442,10 +441,11 @@ class StreamingDiLoCo:
 
     @takes_turns
     def group_mean(self) -> Turns[GroupMean]:
-        """Returns the mean of the groups' current models, as `finish` would take it, without
-        changing training.
+        """Returns the mean of the groups' current models, as `finish` would compute it, without
+        affecting training.
 
-        All ranks must call it. Until `has_landed`, evaluate this mean.
+        All ranks must call this method. While `has_landed` is False, evaluate this mean instead of
+        the outer model.
         """
         self._require_open("group_mean()")
         storage = self.fragmented_model.storage
@@ -465,14 +465,14 @@ class StreamingDiLoCo:
         return GroupMean(gathered, untrained, first_values)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters by name, in float32 on the host; they are identical on
-        every rank.
+        """Returns the outer parameters by name as float32 tensors on the host.
 
-        After `finish`, it reads them from the model; see `OuterView.keep_outer`.
+        The values are identical on all ranks. After `finish`, they are read from the model; see
+        `OuterView.keep_outer`.
 
-        Collective within a worker group until `finish`, and also afterwards if ranks have only
-        parts of the parameters. On a route that is not shared, it returns the mean of the groups,
-        and until `finish`, all ranks must call it.
+        All ranks of a worker group must call this method. After `finish`, this is required only if
+        the parameters are sharded. If a route is used, the result is the mean of the groups, and
+        all ranks of all groups must call this method until `finish`.
         """
         mean = None
         if not (self.rounds.settings.shares or self._is_closed):
@@ -480,13 +480,13 @@ class StreamingDiLoCo:
         return self.fragmented_model.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns everything that this rank needs to resume bit for bit, as plain dicts, lists,
-        numbers, and tensors on the host.
+        """Returns everything that this rank needs to resume bit for bit, as plain Python values and
+        host tensors.
 
-        It includes fragments in flight, and the modules' extra state as they return it. After
-        `finish`, it is the state from before the end, from which a longer run continues. Calling
-        this changes nothing. On a CPU, the tensors may be the engine's own, so do not write to
-        them.
+        The state includes fragments in flight and the modules' extra state. After `finish`, the
+        method returns the state from before the final landings, from which a longer run can
+        continue. Calling this method does not affect training. On a CPU, do not write to the
+        returned tensors, because they may share memory with the engine.
         """
         return {
             **(self._unfinished or self._state()),
@@ -494,7 +494,7 @@ class StreamingDiLoCo:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Returns the same as `state_dict`, without the local values."""
+        """Returns the result of `state_dict` without the local values."""
         return {
             "counts": asdict(self.history.counts),
             "requests": self.rounds.requests.bits,
@@ -509,10 +509,10 @@ class StreamingDiLoCo:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from the state of an engine with the same settings, model and rank. All ranks
-        must call it.
+        must call this method.
 
-        Settings that are ``"auto"`` take their numbers from the state. A state from another rank,
-        with different fragments, or with a different outer optimizer is refused.
+        Settings that are ``"auto"`` take their values from the state. A state from another rank,
+        with different fragments or with a different outer optimizer is refused.
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
@@ -532,13 +532,13 @@ class StreamingDiLoCo:
         rounds.requests.bits = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves everything that a run needs to resume bit for bit, including fragments in flight.
-        All ranks must call it.
+        """Saves everything that a run needs to resume bit for bit. All ranks must call this method.
 
-        ``path`` is an ordinary file whose ``state_dict`` contains the outer parameters or, until
-        `has_landed`, the mean of the groups' parameters. A folder next to it contains one file per
-        rank, with the state of the engine and of ``inner_optimizers``, local parameters, the
-        modules' extra state, and the state of random number generators.
+        ``path`` is an ordinary checkpoint file. Its ``state_dict`` contains the outer parameters
+        or, while `has_landed` is False, the mean of the groups' parameters. A folder next to the
+        checkpoint file contains one file per rank. Each file stores the state of the engine and of
+        ``inner_optimizers``, fragments in flight, local parameters, the modules' extra state, and
+        the state of random number generators.
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
@@ -554,8 +554,8 @@ class StreamingDiLoCo:
         )
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Resumes from where `save` was called. All ranks refuse to do so if settings, ranks or
-        files differ.
+        """Resumes from the point at which `save` was called. Raises an error on all ranks if
+        settings, ranks or files differ.
         """
         requested = self.rounds.requested_settings
         optimizers = self.fragmented_model.inner.optimizers
@@ -563,18 +563,18 @@ class StreamingDiLoCo:
 
     @takes_turns
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
-        """Divides the model again after parameters were frozen, made trainable or replaced. All
-        ranks must call it.
+        """Divides the model again after you freeze, unfreeze or replace parameters. All ranks must
+        call this method.
 
-        Lands the fragments in flight, and returns the landings. A newly frozen parameter takes its
-        outer value, or the mean of the groups if it never landed. A parameter that is newly
-        trainable, is a different object under the same name, or has a different shape starts from
-        group 0's value without momentum. Rounds restart, unless names and sizes are the same.
-        Gradients and inner optimizer state of reshaped parameters are dropped.
+        Lands the fragments in flight and returns the landings. A newly frozen parameter takes its
+        outer value, or the mean of the groups if it has never landed. A parameter that is newly
+        trainable, replaced or reshaped starts from group 0's value without momentum. Rounds restart
+        unless all names and sizes are unchanged. Gradients and inner optimizer state of reshaped
+        parameters are discarded.
 
         Args:
-            inner_optimizers: The optimizers of your loop, if you have made new ones. Make them
-                before this call.
+            inner_optimizers: The optimizers of your training loop, if you have created new ones.
+                Create them before you call this method.
         """
         self._require_open("recut()")
         self._require_no_site()
@@ -598,29 +598,31 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "A site's fragments and settings are fixed by the run config: while it trains,"
-                " parameters cannot be frozen, made trainable or replaced, and settings cannot"
-                " change. Found a new run from this run's outer model."
+                "The run config fixes a site's fragments and settings. While the site trains,"
+                " you cannot freeze, unfreeze or replace parameters or change settings. Start a"
+                " new run from this run's outer model."
             )
 
     def report(self) -> dict[str, float]:
-        """Returns the counts so far, and the numbers that the outer step and landings use.
+        """Returns the counters so far and the numeric settings of outer steps and landings.
 
-        ``flights_dropped`` counts the flights that were lost when a run continued with different
-        groups or settings. ``bytes_sent`` and ``bytes_received`` count this rank's bytes to and
-        from other groups. ``exposed_wait_s`` is the time for which training waited for fragments,
-        and ``in_flight_s`` is the total time that fragments were in flight.
+        ``flights_dropped`` is the number of flights that were discarded when a run continued with
+        different groups or settings. ``bytes_sent`` and ``bytes_received`` are the bytes that this
+        rank sent to other groups and received from them. ``exposed_wait_s`` is the time that
+        training spent waiting for fragments, and ``in_flight_s`` is the total time that fragments
+        were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 
 
 def _require_no_warmup(state: Mapping[str, Any]) -> None:
-    """Refuses a state that an earlier version saved while groups were averaging their gradients."""
+    """Refuses a state that an earlier version saved during its warm-up."""
     steps = state["counts"]["inner_steps"]
     warmup_steps = state.get("warmup_steps", 0)
     if steps < warmup_steps:
         raise ValueError(
-            f"This state was saved after {steps} inner steps, inside a warm-up of {warmup_steps},"
-            " which this version no longer has. Train to the warm-up's end with the version that"
-            " saved it, or restart from the outer parameters (in Lightning with resume='restart')."
+            f"This state was saved after {steps} inner steps, during a warm-up of {warmup_steps}"
+            " steps. This version does not support a warm-up. Complete the warm-up with the"
+            " version that saved the state, or restart from the outer parameters (in Lightning"
+            " with resume='restart')."
         )

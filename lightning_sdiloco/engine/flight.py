@@ -1,15 +1,15 @@
-"""A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while
-training continues.
+"""The flight of a fragment from its launch to its landing (lines 7 to 11 of Algorithm 2).
 
-A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7),
-`Flight.average` receives those of all groups and averages them (line 8), and `Flight.step` takes
-the outer step (line 11). All three run in the background. They read the record of the fragment, and
-write only to tensors that the flight itself created. The `Arrival` that the last one returns is not
-committed until the fragment lands.
+A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7).
+`Flight.average` receives and averages the outer gradients of all groups (line 8). `Flight.step`
+takes the outer step (line 11). All three methods run in the background while training continues.
+The methods read the fragment's record and write only to tensors that the flight created. The
+`Arrival` that `Flight.step` returns is not committed until the fragment lands.
 
-Flights differ in their parts: a round, a plain mean or a leg of a route (`_Round`, `_PlainMean`,
-`_Leg`), the way in which the control vector travels (`_WordsAhead`, `_WordsAlong`), and optionally,
-untrained state that is exchanged (`_UntrainedMessages`), a second hop, and diagnostics.
+A flight is composed of parts. The kind of a flight is a round, a plain mean or a leg of a route
+(`_Round`, `_PlainMean`, `_Leg`). The control vector is sent either before or together with the
+payload (`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
+(`_UntrainedMessages`), a second hop and diagnostics.
 """
 
 import itertools
@@ -57,14 +57,14 @@ from lightning_sdiloco.engine.untrained import (
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
-# With fewer values than this, the control vector travels in the message of the payload, because
-# another message would cost more than a copy. One such flight in seven still sends it ahead, to
-# measure how long the payload is on the link.
+# In fragments with fewer values, the control vector travels in the same message as the payload,
+# because a separate message would cost more than a copy. One such flight in seven still sends the
+# vector ahead, to measure how long the payload is on the link.
 _FEW_VALUES = 1 << 16
 _FLIGHTS_PER_WORD_AHEAD = 7
 
-# Every digest includes the number of the engine times this factor. Because it is an odd 64-bit
-# number, the digests of different engines differ.
+# Every digest includes the number of the engine multiplied by this factor. Because the factor is an
+# odd 64-bit number, the digests of different engines differ.
 _ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
 # The stages of the background, each with its own communicator.
@@ -72,8 +72,8 @@ _SEND, _AVERAGE, _STEP = range(3)
 
 
 class Collected(NamedTuple):
-    """The messages that arrived, by exchange and group, the bytes sent and received, and the time
-    at which each exchange had all of its messages.
+    """Received messages by exchange and group, traffic in bytes, and the time when each exchange
+    finished.
     """
 
     messages: list[list[Tensor]]
@@ -83,10 +83,10 @@ class Collected(NamedTuple):
 
 
 class Synchronizer:
-    """Flies the fragments of a model, and stores everything that all flights have in common.
+    """The state that all flights of a model share, and the method that runs a flight.
 
     Attributes:
-        diagnoses: Whether flights measure how closely the groups agree.
+        diagnoses: Whether flights measure how closely the groups agree with each other.
     """
 
     def __init__(
@@ -112,25 +112,25 @@ class Synchronizer:
         self.exchange: Exchange[Any] = topology.exchange
         if codec.traits.varies:
             self.exchange = VaryingExchange(topology.control, topology.exchange)
-        # Control vectors always travel ahead if messages wait until all groups are known to have
-        # launched, or if the lengths of messages travel ahead.
+        # Control vectors must travel ahead of the payload if messages are held back until all
+        # groups have launched, or if the lengths of messages are sent first.
         self._may_send_words_along = topology.exchange.learns_sizes and not codec.traits.varies
         self._flight_numbers = itertools.count()
         has_untrained = any(fragment.untrained.outer for fragment in fragments)
         has_second_hop = self.rounded.hops > 1 or self.exact.hops > 1 or has_untrained
         has_own_exchange = topology.second_hop is not topology.exchange
-        # The outer step runs in the thread that took the mean if no group waits for a second hop,
-        # and if no measurement of a link depends on when a wait for messages begins. Handing over
+        # The outer step runs in the thread that computed the mean if no group waits for a second
+        # hop and if no link measurement depends on when the wait for messages begins. Handing over
         # to another thread would take as long as the mean and the step together. The outer step
-        # also runs there if both hops share one exchange, which only one thread may use.
+        # also stays in that thread if both hops share one exchange, which only one thread may use.
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Flies a fragment, in up to three stages. In-group collective, in the order of launches,
-        which is the same on all ranks.
+        """Runs the flight of a fragment in up to three stages. All ranks must call this in-group
+        collective in launch order.
         """
         flight = Flight(self, launch)
-        del launch  # its values are freed as soon as the flight no longer needs them
+        del launch  # so that its values can be freed during the flight
         flight.send()
         yield
         flight.average()
@@ -141,8 +141,8 @@ class Synchronizer:
     def sends_words_ahead(self, launch: Launch) -> bool:
         """Returns whether the control vector of the next flight travels ahead of its payload.
 
-        Groups count their flights in the same way even if they are at different points, which their
-        control vectors then show.
+        All groups count flights in the same way, even if control vectors later reveal that groups
+        are at different points.
         """
         is_chosen = next(self._flight_numbers) % _FLIGHTS_PER_WORD_AHEAD == 0
         is_short = self._may_send_words_along and launch.gradient.numel() < _FEW_VALUES
@@ -151,7 +151,7 @@ class Synchronizer:
     def collect(
         self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
     ) -> Collected:
-        """Waits for the messages of a flight. In-group collective."""
+        """Waits for the messages of a flight and returns them. In-group collective."""
         exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
         sent_before = sum([exchange.bytes_sent for exchange in exchanges])
         received_before = sum([exchange.bytes_received for exchange in exchanges])
@@ -169,8 +169,9 @@ class Synchronizer:
         if missing is not None:
             raise ExchangeError(
                 f"{missing} while fragment {launch.fragment}, launched after inner step"
-                f" {launch.step}, was in flight. The run cannot continue without it. Find out why"
-                " that group stopped or is unreachable; if it was only slow, raise timeout."
+                f" {launch.step}, was in flight. The run cannot continue without that group. Find"
+                " out why the group stopped or is unreachable. If the group was merely slow,"
+                " increase timeout."
             ) from missing
         sent_after = sum([exchange.bytes_sent for exchange in exchanges])
         received_after = sum([exchange.bytes_received for exchange in exchanges])
@@ -179,8 +180,8 @@ class Synchronizer:
         )
 
     def _missing_in_group(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Returns the message that this rank is missing, or otherwise one that another rank of its
-        group is missing. In-group collective.
+        """Returns an error if this rank or another rank of its group is missing a message. In-group
+        collective.
         """
         topology = self.topology
         nobody = -1
@@ -203,7 +204,7 @@ class Synchronizer:
 
 
 class Flight:
-    """One fragment on its way to the other groups and back."""
+    """The flight of one fragment, from its outer gradient to its new outer state."""
 
     def __init__(self, shared: Synchronizer, launch: Launch) -> None:
         self._shared = shared
@@ -232,7 +233,7 @@ class Flight:
         self._second_hop_posts: list[tuple[Exchange[Any], Any]] = []
 
     def send(self) -> None:
-        """Line 7: compresses the outer gradient and sends it to the other groups."""
+        """Compresses the outer gradient and sends it to the other groups (line 7)."""
         began = time.perf_counter()
         launch = self._launch
         word = self._control_word()
@@ -244,7 +245,7 @@ class Flight:
         messages = self._words.joined_to(payloads)
         sizes = None
         if launch.leg:
-            # Groups that are not partners exchange nothing.
+            # Groups that are not partners send each other empty messages.
             messages = [
                 message if group in launch.leg else message[:0]
                 for group, message in enumerate(messages)
@@ -257,13 +258,13 @@ class Flight:
             decoded = self._kind.all_reduce.decode_own(payloads, values)
             self._diagnosis.measure_encoding(decoded, values)
         if launch.purpose is not Purpose.ROUND:
-            # The gradient is needed again only if a round is saved in flight.
+            # The gradient is needed again only if a checkpoint is saved while a round is in flight.
             self._launch = launch.without_values()
             self._kind.launch = self._launch
 
     def average(self) -> None:
-        """Line 8: averages what the groups sent. With two hops, averages only a part, and sends the
-        mean to all groups.
+        """Averages the outer gradients of all groups (line 8). With a second hop, each group
+        averages only one part of the values and then sends the result to all groups.
         """
         began = time.perf_counter()
         posts = [*self._words.posts, (self._shared.exchange, self._posted)]
@@ -288,8 +289,9 @@ class Flight:
             compression = self._kind.all_reduce.compression
             self._diagnosis.measure_mean(payloads, compression, mean)
         mean = self._kind.gradient_from(payloads, mean, self._count)
-        # The mean of a part comes back in the messages of the second hop, as all groups decode it.
-        # It is freed before the payloads, whose pages cannot be used for the vectors that follow.
+        # With a second hop, the mean of this part also arrives in the messages, in the form that
+        # all groups decode. The mean is freed before the payloads, whose pages cannot be reused for
+        # the vectors that follow.
         self._mean = mean if self._second_hop is None else mean.new_empty(0)
         del mean
         self._spans["decode"] = span_from(began, self._device)
@@ -297,7 +299,7 @@ class Flight:
         self._words.posts.clear()
 
     def step(self) -> Arrival:
-        """Line 11: takes the outer step with the mean of the whole shard."""
+        """Takes the outer step with the mean of the whole shard (line 11)."""
         launch = self._launch
         fragment = self._fragment
         in_group = self._topology.stages[_STEP]
@@ -335,7 +337,7 @@ class Flight:
         )
 
     def _control_word(self) -> Tensor:
-        """Returns the control vector of this group, as bytes. In-group collective."""
+        """Returns this group's control vector as bytes. In-group collective."""
         launch = self._launch
         fragment = self._fragment
         topology = self._topology
@@ -346,8 +348,7 @@ class Flight:
             fragment=launch.fragment,
             step=launch.step,
             requests=launch.requests,
-            # A norm that is not finite proves nothing, because it may overflow even if every value
-            # is finite.
+            # A norm may overflow even if every value is finite.
             finite=math.isfinite(norm_squared) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * topology.engine]),
@@ -364,8 +365,8 @@ class Flight:
         return torch.frombuffer(Control.merged(of_ranks).packed(), dtype=torch.uint8)
 
     def _post_second_hop(self) -> None:
-        """Posts the untrained state to exchange, and the mean of this group's part."""
-        # By now, all groups know what has changed. Constants are not exchanged.
+        """Posts this group's part of the mean and the untrained state to be exchanged."""
+        # The control vectors list which untrained state has changed. Constants are not exchanged.
         self._changed = reduce(or_, [control.changed for control in self._controls])
         posts = self._second_hop_posts
         exchange = self._topology.second_hop
@@ -386,9 +387,9 @@ class Flight:
             posts.append((exchange, exchange.post(payloads, sizes)))
 
     def _receive_second_hop(self) -> Arrived:
-        """Receives the messages of the second hop: the parts of the mean, and untrained state.
+        """Receives the parts of the mean and the untrained state that were sent in the second hop.
 
-        Returns the untrained state that arrived. In-group collective.
+        In-group collective. Returns the untrained state that was received.
         """
         if self._second_hop is None and self._untrained is None:
             return NOTHING
@@ -397,7 +398,7 @@ class Flight:
         self._spans["relay"] = span_from(began, self._device)
         messages = collected.messages
         if self._second_hop is None:
-            # Messages this short say nothing about the link, so they are assumed to be as fast as
+            # These messages are too short to measure the link, so they are assumed to be as fast as
             # the payload.
             longest_relayed = max(collected.bytes_sent, collected.bytes_received)
             longest_payload = max(1, self._bytes_sent, self._bytes_received)
@@ -430,8 +431,8 @@ def _kind_of(shared: Synchronizer, fragment: FragmentState, launch: Launch) -> "
 
 
 class _Kind(ABC):
-    """Decides, for one kind of flight, which values to send, which groups count, and what to
-    commit.
+    """The kind of a flight, which determines the values sent, the weight of each group and the
+    result.
     """
 
     def __init__(
@@ -453,10 +454,10 @@ class _Kind(ABC):
 
     @abstractmethod
     def count(self, controls: Sequence[Control]) -> Count:
-        """Returns how much each group counts in the mean."""
+        """Returns the weight of each group in the mean."""
 
     def mean(self, payloads: Sequence[Tensor], count: Count) -> Tensor:
-        """Returns the mean of the part that this group averages."""
+        """Averages this group's part of the values."""
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
     def second_hop(self, mean: Tensor) -> SecondHop:
@@ -464,27 +465,28 @@ class _Kind(ABC):
         return self.all_reduce.second_hop(mean, None)
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
-        """Returns the mean outer gradient, given the mean of the values that were sent."""
+        """Returns the mean outer gradient, computed from the mean of the values that the groups
+        sent.
+        """
         return mean
 
     @abstractmethod
     def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
-        """Returns the outer state after the flight; it may overwrite the mean. In-group
-        collective.
-        """
+        """Returns the outer state after the flight and may overwrite the mean. In-group collective."""
 
     @abstractmethod
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule: ...
 
     def commit(self, outer: OuterState, controls: Sequence[Control], count: Count) -> Commit:
-        """Returns the state of the record after the landing."""
+        """Returns the changes that the landing applies to the fragment's record."""
         return self._fragment.committed()._replace(outer=outer)
 
 
 class _PlainMean(_Kind):
-    """The plain mean of the local values, in float32.
+    """A plain float32 mean of the local values.
 
-    It does not make up for earlier compression errors: it neither uses nor changes error feedback.
+    A plain mean does not compensate for earlier compression errors, because it neither uses nor
+    changes the error feedback.
     """
 
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
@@ -508,7 +510,7 @@ class _PlainMean(_Kind):
 
 
 class _Round(_Kind):
-    """A round with all groups: compressed, with error feedback and an outer step."""
+    """A compressed round of all groups, with error feedback and an outer step."""
 
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
         all_reduce = shared.rounded.at(launch.step, launch.choice)
@@ -553,11 +555,11 @@ class _Round(_Kind):
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule:
         if not controls[self._group].finite or self._group in count.outlying:
             return Mix(0.0)
-        # If no group has trained, nothing changes.
+        # If no group has trained, the local parameters do not change.
         return self._shared.landing_rule if count.factors else Mix(1.0)
 
     def weighing(self, controls: Sequence[Control], count: Count) -> Any:
-        """Returns what the weighing remembers about the groups after this round."""
+        """Returns the state of the weighing after this round."""
         return self._shared.weighing.heard(controls, self._fragment.weighing, count)
 
     @override
@@ -572,9 +574,7 @@ class _Round(_Kind):
 
 
 class _Leg(_Round):
-    """A round on a route that is not shared, in which partners exchange their local parameters; see
-    [Note: gossip].
-    """
+    """A round in which partners on a route exchange their local parameters; see [Note: gossip]."""
 
     def __init__(self, shared: Synchronizer, fragment: FragmentState, launch: Launch) -> None:
         super().__init__(shared, fragment, launch)
@@ -590,7 +590,7 @@ class _Leg(_Round):
 
     @override
     def count(self, controls: Sequence[Control]) -> Count:
-        # Local parameters have a mean whether or not the groups have trained.
+        # Local parameters are averaged whether or not the groups have trained.
         return Count({group: 1.0 for group in self.launch.leg if controls[group].finite})
 
     @override
@@ -618,7 +618,7 @@ class _Leg(_Round):
 
     @override
     def weighing(self, controls: Sequence[Control], count: Count) -> Any:
-        # A leg has no mean of all groups by which they could be weighted.
+        # A leg has no mean of all groups that could be used for weighting.
         return self._fragment.weighing
 
     @override
@@ -635,10 +635,11 @@ class _Leg(_Round):
 
 
 class _Words(ABC):
-    """Sends the control vector (the *word*) of this group, and returns those of all groups.
+    """A way to send this group's control vector (the *word*) and to receive the words of all
+    groups.
 
     Attributes:
-        posts: The messages that `Flight` collects before those with the payloads.
+        posts: The messages that `Flight` collects before it collects the payloads.
     """
 
     def __init__(self) -> None:
@@ -646,17 +647,17 @@ class _Words(ABC):
 
     @abstractmethod
     def announce(self, word: Tensor) -> None:
-        """Takes the word of this group before its payload is ready."""
+        """Sends or stores this group's word before its payload is ready."""
 
     @abstractmethod
     def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the messages to all groups, given their payloads."""
+        """Returns the message to send to each group, including the group's payload."""
 
     @abstractmethod
     def parted_from(
         self, messages: Sequence[Sequence[Tensor]]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns the words and payloads of all groups, given the messages of each exchange."""
+        """Splits the messages of each exchange into the words and payloads of all groups."""
 
     def on_link(
         self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
@@ -668,7 +669,7 @@ class _Words(ABC):
 
 
 class _WordsAlong(_Words):
-    """Sends each word in the message of the payload, in front of it."""
+    """Sends each word at the start of the message that contains the payload."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -680,7 +681,7 @@ class _WordsAlong(_Words):
 
     @override
     def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        # Groups that get the same payload get the same message.
+        # Groups that receive the same payload receive the same message.
         messages: dict[int, Tensor] = {}
         for payload in payloads:
             if id(payload) not in messages:
@@ -701,7 +702,7 @@ class _WordsAlong(_Words):
 
 
 class _WordsAhead(_Words):
-    """Sends each word in a separate message, ahead of the payload."""
+    """Sends each word in a separate message before the payload is sent."""
 
     def __init__(self, topology: Topology) -> None:
         super().__init__()
@@ -732,19 +733,20 @@ class _WordsAhead(_Words):
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns the seconds for which the messages of the other groups were on the link.
+    """Returns how many seconds the messages of the other groups were on the link.
 
-    The time starts when all messages could be sent: a message is sent once its receiver has posted
-    its own messages. A receiver that waits for a message measures when it arrives. It cannot
-    measure this if the message arrived before the wait began, or together with the notice that its
-    group has launched, which precedes the encoding. The result is then NaN.
+    A message is sent once its receiver has posted its own messages, so the time starts when every
+    message could be sent. The receiver can measure the arrival of a message only while waiting for
+    it. The result is NaN if the messages arrived before the wait began. The result is also NaN if
+    they arrived together with the notice that their group had launched, because that notice is sent
+    before encoding.
 
     Args:
-        posted: The time at which this rank posted its messages.
-        began: The time at which it began to wait for the others' messages.
-        launched: The time at which it learned that all groups have launched.
-        ended: The time at which their messages had arrived.
-        encoding: The seconds in which this rank encoded its own messages.
+        posted: The time when this rank posted its messages.
+        began: The time when this rank began to wait for the messages of the other groups.
+        launched: The time when this rank was notified that all groups had launched.
+        ended: The time when all messages had arrived.
+        encoding: The time in seconds that this rank spent encoding its messages.
 
     Examples:
         >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
@@ -761,7 +763,7 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
 
 class _UntrainedMessages:
-    """The untrained state of a fragment that is exchanged in the second hop of a flight."""
+    """The exchange of a fragment's untrained state in the second hop of a flight."""
 
     def __init__(
         self,
@@ -776,7 +778,7 @@ class _UntrainedMessages:
         self._topology = topology
 
     def post(self) -> Any:
-        """Starts sending this group's state."""
+        """Starts sending this group's untrained state."""
         topology = self._topology
         exchange = topology.second_hop
         pieces = [to_bytes(self._launch.buffers[index]) for index in self._travelling]
@@ -787,7 +789,7 @@ class _UntrainedMessages:
         return exchange.post([message[:size] for size in sizes], sizes)
 
     def agreed_from(self, messages: Sequence[Sequence[Tensor]], count: Count) -> Arrived:
-        """Returns the state that results from what the groups sent. In-group collective."""
+        """Combines the messages of all groups into the new untrained state. In-group collective."""
         if not count.factors:
             return NOTHING
         state = self._state
@@ -795,7 +797,7 @@ class _UntrainedMessages:
         flat = torch.empty(size, dtype=torch.uint8, device=self._launch.gradient.device)
         if self._topology.group_rank == 0:
             (of_groups,) = messages
-            # With `Purpose.START`, each group has its own outer values.
+            # With `Purpose.START`, each group has different outer values.
             keeps_outer = self._launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(self._launch.leg, default=0)
             pieces = self._pieces(of_groups, count, flat.device)
@@ -806,7 +808,7 @@ class _UntrainedMessages:
     def _pieces(
         self, of_groups: Sequence[Tensor], count: Count, device: torch.device
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes of each tensor, by the name of the group that sent them."""
+        """Returns the received bytes by tensor and by the name of the group that sent them."""
         sizes = [self._state.nbytes(index) for index in self._travelling]
         pieces: dict[int, dict[str, Tensor]] = {index: {} for index in self._travelling}
         for group in count.factors:
@@ -821,8 +823,8 @@ class _UntrainedMessages:
 def _require_agreement(
     controls: Sequence[Control], launch: Launch, fragment: FragmentState, topology: Topology
 ) -> None:
-    """Raises an `AgreementError` unless all groups are at the same point with the same outer model,
-    and at least one has a finite outer gradient.
+    """Checks that all groups are at the same point with the same outer model, and that at least one
+    group has a finite outer gradient.
     """
     points = {group: control[:2] for group, control in enumerate(controls)}
     digests = {group: controls[group].digest for group in launch.leg or range(len(controls))}
@@ -838,9 +840,8 @@ def _require_agreement(
         groups = ", ".join(f"group {group}" for group in range(len(controls)))
         raise AgreementError(
             f"The outer gradient of fragment {launch.fragment}, launched after inner step"
-            f" {launch.step}, is not finite in any worker group ({groups}). Training has diverged:"
-            " resume from an earlier checkpoint with a lower learning rate or with gradient"
-            " clipping."
+            f" {launch.step}, is not finite in any worker group ({groups}). Training has diverged."
+            " Resume from an earlier checkpoint and lower the learning rate or clip gradients."
         )
 
 
@@ -848,14 +849,13 @@ def _disagreement(
     difference: str, values: Mapping[int, object], controls: Sequence[Control], topology: Topology
 ) -> AgreementError:
     control = controls[topology.group_index]
-    # For processes that have more than one engine.
+    # The number of the engine matters only in processes with more than one engine.
     of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
     by_group = ", ".join(f"group {group}: {value}" for group, value in values.items())
     return AgreementError(
-        f"The worker groups {difference} at the launch of fragment"
-        f" {control.fragment}{of_engine} after inner step {control.step} ({by_group}). If"
-        " training went on, they would drift apart unnoticed. Resume all groups from one"
-        " checkpoint."
+        f"The worker groups {difference} at the launch of fragment {control.fragment}{of_engine}"
+        f" after inner step {control.step} ({by_group}). If training continued, the groups would"
+        " drift apart unnoticed. Resume all groups from the same checkpoint."
     )
 
 
@@ -871,16 +871,16 @@ def outer_step(
     *,
     is_dense: bool,
 ) -> OuterState:
-    """Takes the outer step with a mean outer gradient, which it may overwrite.
+    """Takes the outer step with a mean outer gradient. The step may overwrite the gradient.
 
     Args:
-        fragment: The record, which is only read.
-        before: The outer state.
-        values: Its values, on the device of the gradient. Those of the result are on the same
+        fragment: The fragment's record, which is not modified.
+        before: The outer state before the step.
+        values: The outer values on the device of the gradient. The returned values are on the same
             device.
         gradient: The mean outer gradient.
-        group: The ranks of this group. In-group collective.
-        is_dense: Whether the round belongs to the dense beginning.
+        group: The communicator of this group. This call is an in-group collective.
+        is_dense: Whether the round is part of the dense beginning.
     """
     direction_norm = math.nan
     if fragment.matrices.stacks:
@@ -891,19 +891,17 @@ def outer_step(
 
 
 def moved_by(mean: Tensor, before: OuterState, values: Tensor) -> OuterState:
-    """Returns the outer state moved by a plain mean, which it overwrites, without an outer step."""
+    """Applies a plain mean to the outer state without an outer step, and overwrites the mean."""
     return unchanged(before, torch.sub(values, mean, out=mean))
 
 
 def unchanged(before: OuterState, values: Tensor) -> OuterState:
-    """Returns the outer state with these values, without an outer step."""
+    """Returns the outer state with new values but without an outer step."""
     return before._replace(values=values, lr=0.0, direction_norm=math.nan)
 
 
 def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight. Waits for the device, so that the part includes all work that it
-    started.
-    """
+    """Waits for the device and returns the span from ``began`` until now."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     return began, time.perf_counter()
@@ -946,9 +944,7 @@ def norm_squared(gradient: Tensor) -> float:
 
 
 def whole_norm(norm: Tensor, group: Communicator) -> float:
-    """Returns the norm of a whole fragment, given that of this rank's shard. In-group
-    collective.
-    """
+    """Returns the norm of a whole fragment from the norms of its shards. In-group collective."""
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)

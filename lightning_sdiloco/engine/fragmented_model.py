@@ -1,5 +1,5 @@
-"""A model that is divided into fragments: their records, the parameters that belong to them, and
-the view of the outer model.
+"""A model that is divided into fragments, with the records of the fragments and the view of the
+outer model.
 """
 
 from collections.abc import Sequence
@@ -31,22 +31,25 @@ from lightning_sdiloco.engine.start import (
 )
 from lightning_sdiloco.memory import SparePages
 
-# The bytes per value of a flight that waits to land: outer gradient, outer parameters and momentum.
+# The bytes per value of a flight that waits to land, for outer gradient, outer parameters and
+# momentum.
 _KEPT_BYTES = 12
 
 
 class FragmentedModel:
-    """Holds a model and the records of its fragments, and divides it again after it has changed.
+    """A model and the records of its fragments, which can be divided again after the model has
+    changed.
 
     Attributes:
-        model: The model, which the inner optimizers train.
-        storage: Where outer state is kept.
+        model: The model that the inner optimizers train.
+        storage: The storage of the outer state.
         inner: The inner optimizers.
-        partition: How the model is divided. `cut` sets it, along with ``cut_model`` and ``view``.
+        partition: The fragments of the model, set by `cut` together with ``cut_model`` and
+            ``view``.
         fragments: The record of each fragment.
-        cut_model: The parameters and modules that the model had when it was divided.
-        view: Shows the outer model.
-        recut: The new division on which the groups are about to agree.
+        cut_model: The parameters and modules of the model at the time when it was divided.
+        view: The view of the outer model.
+        recut: The new fragments that the groups are about to agree on.
     """
 
     partition: tuple[Fragment, ...]
@@ -73,7 +76,7 @@ class FragmentedModel:
         self.cut(partition, settings)
 
     def cut(self, partition: Sequence[Fragment], settings: Settings) -> None:
-        """Takes the present model as the outer one, divided into these fragments."""
+        """Divides the current model into the given fragments and makes it the outer model."""
         self.partition = tuple(partition)
         self.fragments = fragments_of(
             self.model, partition, settings, self._topology, self.storage, self.fragments
@@ -89,7 +92,7 @@ class FragmentedModel:
         self._spare = None
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
-        """Changes to other inner optimizers, which may keep other copies of the weights."""
+        """Replaces the inner optimizers, which may keep different copies of the weights."""
         if list(inner_optimizers) != list(self.inner.optimizers):
             self.inner = InnerOptimizers(inner_optimizers)
             self._watch_copies()
@@ -109,24 +112,24 @@ class FragmentedModel:
 
     @property
     def outer_steps(self) -> int:
-        """The number of outer steps that the first fragment has taken; those of a dense beginning
-        count as one.
+        """The number of outer steps of the first fragment, where a dense beginning counts as one
+        step.
         """
         return self.fragments[0].outer.rounds
 
     def local_digests(self) -> dict[str, int]:
-        """Returns a digest of this rank's part of each parameter, by name."""
+        """Returns a digest of this rank's part of each parameter by name."""
         digests: dict[str, int] = {}
         for fragment in self.fragments:
             layout = fragment.layout
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
-                # A parameter that was reshaped since the model was divided is a different one.
+                # A parameter that was reshaped after the division counts as a different parameter.
                 if self.cut_model.former_name(parameter) is not None:
                     digests[name] = digest(local(parameter))
         return digests
 
     def recover(self, landed: int, *, is_ending: bool = False) -> None:
-        """After a landing, takes the outer values wherever this group's are not finite. In-group
+        """Replaces non-finite values of this group with outer values after a landing. In-group
         collective.
         """
         self.cut_model.reshard()
@@ -145,8 +148,8 @@ class FragmentedModel:
     # Dividing the model again
 
     def cut_for_recut(self, settings: Settings) -> tuple[Fragment, ...]:
-        """Divides the present model, and detaches the former fragments from tensors that it no
-        longer has. Refuses a model that cannot be divided again.
+        """Divides the current model and detaches the previous fragments from removed tensors.
+        Refuses models that cannot be divided again.
         """
         if self.view.is_shown:
             raise RuntimeError(
@@ -155,17 +158,17 @@ class FragmentedModel:
             )
         if not settings.shares:
             raise ValueError(
-                "Parameters were frozen, became trainable or were replaced since training began."
-                f" route={settings.route!r} cannot follow: groups hold their own outer"
-                " parameters, and a frozen one would stay different. Choose what is trainable"
-                " before training, and train in several fits."
+                "Parameters were frozen, unfrozen or replaced after training began. This is not"
+                f" possible with route={settings.route!r}, because groups have different outer"
+                " parameters and frozen parameters would remain different. Choose the trainable"
+                " parameters before training, or train in several fits."
             )
         for fragment in self.fragments:
             if any(map(is_sharded, fragment.layout.parameters)):
                 raise ValueError(
-                    "Parameters were frozen, became trainable or were replaced since training"
-                    " began. FSDP2 cannot follow: new ones would not be trained. Choose what is"
-                    " trainable in configure_model, and train in several fits."
+                    "Parameters were frozen, unfrozen or replaced after training began. This is"
+                    " not possible with FSDP2, which would not train new parameters. Choose the"
+                    " trainable parameters in configure_model, or train in several fits."
                 )
         require_same_model(self.model, self._topology.world)
         partition = cut(self.model, settings).fragments
@@ -175,19 +178,19 @@ class FragmentedModel:
         return partition
 
     def begin_recut(self, partition: tuple[Fragment, ...], settings: Settings) -> None:
-        """Divides the outer state among the new fragments, as far as this rank knows them, while
-        nothing is in flight. In-group collective.
+        """Assigns the outer state to this rank's new fragments while no flights are in progress.
+        In-group collective.
         """
         self.cut_model.reshard()
         outer = named_outer(self.fragments, self._topology.in_group)
         self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, settings)
 
     def end_recut(self, recut: Recut, settings: Settings) -> None:
-        """Adopts the new division on which all ranks have agreed, with the outer state that
-        remains. In-group collective.
+        """Adopts the new fragments that all ranks have agreed on, and keeps the outer state of
+        remaining tensors. In-group collective.
 
-        If the fragments are the same, for instance because a submodule was replaced by a copy, each
-        fragment that still has the same parameters keeps its error feedback.
+        If the fragments are the same, for example because a submodule was replaced with a copy,
+        each fragment with unchanged parameters keeps its error feedback.
         """
         frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
         for fragment in self.fragments:

@@ -1,63 +1,65 @@
-"""The state of a fragment: one record of everything that a rank stores for it, the data that its
-launch reads, and the data that comes back.
+"""The record of everything that a rank stores for a fragment, the data that a launch reads, and the
+result of a flight.
 
-[Note: fragment tensors] A rank stores these tensors for every fragment. ``length`` is the number of
-values in its shard. ``part`` is the number of values that its group averages: a part of the shard,
-or with one hop the whole shard. *storage* is the device of the model or, if offloaded, page-locked
-memory of the host. All tensors are flat and float32 unless noted otherwise.
+[Note: fragment tensors] A rank stores the following tensors for each fragment. ``length`` is the
+number of values in the rank's shard. ``part`` is the number of values that the rank's group
+averages, which is the whole shard unless there is a second hop. *storage* is the device of the
+model or, for offloaded state, page-locked host memory. All tensors are flat and float32 unless
+noted otherwise.
 
 ===============  ===========  =======  ============================================================
-tensor           shape        where    content, and who writes it
+tensor           shape        where    content and writer
 ===============  ===========  =======  ============================================================
-parameters       their own    device   Local parameters, in the model, of any floating-point dtype.
-                                       The inner optimizer and landings write to them, as does
-                                       `OuterView`, which shows the outer ones.
-untrained        their own    device   Local buffers and frozen parameters, in the model, of any
-                                       dtype. The user's code and landings write to them; see
+parameters       their own    device   Local parameters in the model, of any floating-point dtype.
+                                       Written by the inner optimizer, by landings, and by
+                                       `OuterView` to show the outer parameters.
+untrained        their own    device   Local buffers and frozen parameters in the model, of any
+                                       dtype. Written by the user's code and by landings; see
                                        [Note: kinds of untrained state].
 outer.values     (length,)    storage  Outer parameters of the shard, bit-identical in all groups.
-outer.state      (length,)    storage  State of the outer optimizer. State that is not elementwise,
-                                       such as a step count, has its own shape and dtype, and is
-                                       stored where torch needs it.
-untrained.outer  their own    device   Outer values of the untrained state that is exchanged, in
-                                       float32 for statistics, otherwise in their own dtype;
-                                       bit-identical in all groups.
-memory           (length,)    storage  Error feedback: the values that the compression left out of
-                                       earlier payloads; None until there are some. Each group has
-                                       its own.
-tuning           (1+blocks,)  storage  Other state of the compression, such as thresholds; None
-                                       until there is some. Each group has its own.
-residual         (part,)      storage  With two hops, the error of the second rounding of the mean;
-                                       None until there is one. Each group has its own.
+outer.state      (length,)    storage  State of the outer optimizer. Values that are not
+                                       elementwise, such as a step count, keep their shape and
+                                       dtype and stay where torch needs them.
+untrained.outer  their own    device   Outer values of the exchanged untrained state, bit-identical
+                                       in all groups. Statistics are float32, and other values keep
+                                       their dtype.
+memory           (length,)    storage  Error feedback, which contains the compression errors of
+                                       earlier payloads. Initially None, and different in each
+                                       group.
+tuning           (1+blocks,)  storage  Other state of the compression, such as thresholds.
+                                       Initially None, and different in each group.
+residual         (part,)      storage  With two hops, the error of the second rounding of the mean.
+                                       Initially None, and different in each group.
 anchor           (length,)    storage  On a route that is not shared (see [Note: gossip]), the
                                        outer parameters at the start of the rounds, bit-identical
-                                       in all groups. There, each group has its own
-                                       ``outer.values``.
-twin             (length,)    storage  The second vector of a route's momentum; None while it
-                                       equals ``outer.values``.
-prefetched       (length,)    device   ``outer.values`` on their way to the device, for the next
-                                       launch.
+                                       in all groups. On such a route, ``outer.values`` differs
+                                       between groups.
+twin             (length,)    storage  The second vector of a route's momentum, or None while this
+                                       vector equals ``outer.values``.
+prefetched       (length,)    device   A copy of ``outer.values`` that is being transferred to the
+                                       device for the next launch.
 gathered         (held,)      device   Outer parameters after the outer step, for all values of the
-                                       fragment that this rank has, from the shards of its group.
-                                       The background creates them. The landing mixes them into the
-                                       parameters and drops them.
-gradient         (length,)    device   Outer gradient: outer parameters minus local ones. The
-                                       launch creates it. The flight of a round keeps it until it
-                                       lands, any other flight until it is encoded.
+                                       fragment that this rank has. Gathered by the background from
+                                       the shards of the group, and discarded after the landing has
+                                       mixed them into the parameters.
+gradient         (length,)    device   Outer gradient, which is the outer parameters minus the
+                                       local parameters. Created by the launch. A round's flight
+                                       keeps this tensor until the landing, and any other flight
+                                       only until it is encoded.
 kept_local       their own    host     Local parameters from before the end of training, from which
-                                       a longer run would continue. Copied before the end first
-                                       writes to the parameters.
-final            flat         host     Outer parameters after the end, if the model cannot keep
-                                       them, because its parameters are coarser than float32 or a
-                                       hook may change them.
+                                       a longer run would continue. Copied before the parameters
+                                       are first overwritten.
+final            flat         host     Outer parameters after the end of training. Stored only if
+                                       the model cannot keep them, because its parameters are
+                                       coarser than float32 or because a hook may change them.
 ===============  ===========  =======  ============================================================
 
-Threads: Only the training thread writes to a record, and only at a landing or a load (to
-``prefetched`` and ``weight`` also at a launch). It replaces old tensors with new ones and never
-writes to a tensor of ``outer``, ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So
-the background reads records without a lock, and a checkpoint that is written during a flight
-contains the values before the outer step. The background returns new tensors, in an `Arrival`, and
-never writes to the record.
+Threads: Only the training thread changes a record, and only at a landing or a load (``prefetched``
+    and ``weight`` also change at a launch). The training thread replaces tensors and never writes
+    to an existing tensor of ``outer``, ``memory``, ``tuning``, ``residual``, ``anchor`` or
+    ``twin``. The background can therefore read records without a lock, and a checkpoint saved
+    during a flight contains the values from before the outer step. The background returns new
+    tensors in an `Arrival` and never changes the record.
 """
 
 import math
@@ -88,20 +90,20 @@ from lightning_sdiloco.engine.untrained import Arrived, UntrainedState, untraine
 from lightning_sdiloco.memory import new_vector
 
 Span = tuple[float, float]
-"""Start and end, on the clock of ``time.perf_counter()``."""
+"""The start and end of a period, as measured by ``time.perf_counter()``."""
 
 
 class Purpose(Enum):
     ROUND = auto()
-    """An outer step."""
+    """A round with an outer step."""
     MEAN = auto()
-    """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
+    """A plain mean of the local values for an evaluation, a checkpoint or the end of training."""
     START = auto()
-    """The same on a route that is not shared, where groups have different outer values."""
+    """A plain mean of the local values of groups that have different outer values."""
 
 
 class Launch(NamedTuple):
-    """The data that a launch reads. After it, the training thread may change the model."""
+    """The data that a launch reads, after which the training thread may change the model."""
 
     fragment: int
     step: int
@@ -115,13 +117,14 @@ class Launch(NamedTuple):
     step_time: float = 0.0
     choice: int = 0
     leg: tuple[int, ...] = ()
-    # Whether its round belongs to the dense beginning.
+    # Whether the round is part of the dense beginning.
     is_dense: bool = False
-    # The indices of the buffers that a site sends; worker groups agree on theirs during the flight.
+    # The indices of the buffers that a site sends. Worker groups agree on their buffers during the
+    # flight.
     travelling: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and tensors on the host, without the outer parameters and the values
+        """Returns plain values and host tensors, except for the outer parameters and the values
         that each process sets itself.
         """
         variants = {
@@ -142,7 +145,7 @@ class Launch(NamedTuple):
 
     @staticmethod
     def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "Launch":
-        """Restores the launch of a round from its `state_dict`; copies the tensors."""
+        """Restores the launch of a round from a copy of its `state_dict`."""
         tensors = {
             "outer": outer,
             "gradient": state["gradient"].to(outer.device, copy=True),
@@ -151,13 +154,13 @@ class Launch(NamedTuple):
         return Launch(**{**state, **tensors}, deadline=deadline)
 
     def without_values(self) -> "Launch":
-        """Returns the launch with a gradient of the same length and device that takes no memory."""
+        """Replaces the gradient with a tensor of the same length that needs no memory."""
         return self._replace(gradient=self.gradient.new_zeros(()).expand(len(self.gradient)))
 
 
 class Diagnostics(NamedTuple):
-    """Measurements of how closely the groups agree on a fragment, and of its outer step and
-    compression.
+    """Measurements of how closely the groups agree on a fragment, and of the fragment's outer step
+    and compression.
     """
 
     cosines: tuple[float, ...]
@@ -167,43 +170,46 @@ class Diagnostics(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Reports what happened at a landing.
+    """The report of a landing.
 
     Attributes:
-        fragment: The fragment that landed.
-        launched_at: The inner step after which it was launched.
-        requests: The requests that groups sent to all groups at the launch, one bit each.
-        left_out: The groups left out of the mean because their outer gradient was not finite.
-        outlying: The groups that ``outlier_guard`` left out of the mean.
-        outer_lr: The learning rate of the outer step; 0 if there was none, because no group had
-            trained.
-        outer_grad_norm: The norm of the mean outer gradient of the whole fragment, before its
-            direction was computed.
+        fragment: The index of the fragment.
+        launched_at: The inner step after which the fragment was launched.
+        requests: The requests that groups sent at the launch, with one bit for each kind of
+            request.
+        left_out: The groups that were excluded from the mean because their outer gradient was not
+            finite.
+        outlying: The groups that ``outlier_guard`` excluded from the mean.
+        outer_lr: The learning rate of the outer step, or 0 if there was no outer step because no
+            group had trained.
+        outer_grad_norm: The norm of the mean outer gradient of the whole fragment, before a
+            direction is computed from the gradient.
         bytes_sent: The bytes that this rank sent to other groups for this flight.
-        exposed_wait_s: The seconds for which the training thread waited for the flight.
-        in_flight_s: The seconds from the launch until the result was available.
-        landed_at: The inner step after which it landed.
+        exposed_wait_s: The time in seconds that the training thread waited for the flight.
+        in_flight_s: The time in seconds from the launch until the result was available.
+        landed_at: The inner step after which the fragment landed.
         bytes_received: The bytes that this rank received from other groups for this flight.
-        counted: The groups that counted in the mean.
-        group_norms: The norm of the outer gradient of each group, before any compression.
-        spans: The start and end of each part, on the clock of ``time.perf_counter()``: ``launch``,
-            ``wait`` and ``land`` in the training thread; in the background, ``flight`` and its
-            parts ``encode``, ``transfer``, ``decode``, ``relay`` if there is a second hop, and
-            ``outer_step``.
-        diagnostics: How closely the groups agree, if `engine.rounds.diagnose` enabled it.
-        on_link_s: The seconds for which the messages of the other groups were on the link; NaN if
-            unknown, because they arrived before this rank began to wait for them, or were too short
-            to be measured in every flight.
-        sites: In a federation, the names of the sites that counted in the round, including this one
-            unless it was late.
-        step_times: The seconds that an inner step of each group took at the launch, to three
-            digits; 0 if unknown.
-        direction_norm: The norm of the direction of the mean outer gradient; NaN if there was no
-            outer step, or if no parameter is a matrix.
-        lost_steps: In a federation, the inner steps of this site that will never count, because
+        counted: The groups that were included in the mean.
+        group_norms: The norm of each group's outer gradient before compression.
+        spans: The start and end of each stage, as measured by ``time.perf_counter()``. The stages
+            in the training thread are ``launch``, ``wait`` and ``land``. The stages in the
+            background are ``flight`` and its parts ``encode``, ``transfer``, ``decode``, ``relay``
+            (only with a second hop) and ``outer_step``.
+        diagnostics: Measurements of how closely the groups agree, or None unless
+            `engine.rounds.diagnose` enabled them.
+        on_link_s: The time in seconds that messages from other groups were on the link. The time is
+            NaN if it could not be measured, because the messages arrived before this rank waited
+            for them or because they were too short.
+        sites: In a federation, the names of the sites that were included in the round. This site is
+            among them unless it was late.
+        step_times: The duration of each group's inner step at the launch, in seconds with three
+            digits. A duration is 0 if unknown.
+        direction_norm: The norm of the direction of the mean outer gradient, or NaN if there was no
+            outer step or no parameter is a matrix.
+        lost_steps: In a federation, the number of this site's inner steps that are lost because
             their launch was late.
-        wrong_buffers: The groups that counted without their buffers, which ``outlier_guard`` left
-            out because they were too large.
+        wrong_buffers: The groups whose buffers ``outlier_guard`` excluded because the buffers were
+            too large.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -238,15 +244,16 @@ class Landing(NamedTuple):
     wrong_buffers: tuple[int, ...] = ()
 
     def seconds(self, name: str) -> float:
-        """Returns the length of one of the `spans`; 0 if it is missing."""
+        """Returns the duration of one of the `spans`, or 0 if the span is missing."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
     @property
     def link_gbit_s(self) -> float:
-        """The effective link rate: the data sent in one direction, divided by its time on the link.
+        """The effective link rate in Gbit/s, which is the data in one direction divided by its time
+        on the link.
 
-        NaN if the time is unknown; 0 if nothing was sent.
+        The rate is NaN if the time is unknown, and 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
         if not bits:
@@ -255,7 +262,7 @@ class Landing(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The part of a record that a landing replaces as a whole; see [Note: fragment tensors]."""
+    """The part of a record that a landing replaces; see [Note: fragment tensors]."""
 
     outer: OuterState
     memory: Tensor | None
@@ -266,17 +273,19 @@ class Commit(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The result of a flight: the state to commit, and a report without the times of the landing.
+    """The result of a flight, which contains the state to commit and a report without the landing's
+    times.
 
     Attributes:
-        commit: The state of the record after the landing.
-        rule: How outer values are merged into the local ones.
-        gathered: The vectors that the rule needs, gathered over the ranks of the group.
-        untrained: The untrained state that the flight delivers.
-        changed: The untrained tensors that some group has changed, as bits.
-        trained: The weight of each group.
-        landing: The report.
-        sends_bytes_per_s: The rate of the link to each receiver; 0 if unknown.
+        commit: The state that the landing commits to the record.
+        rule: The rule for merging outer values into local values.
+        gathered: The vectors that the rule needs, gathered from the ranks of the group.
+        untrained: The untrained state that the flight received.
+        changed: A bit mask of the untrained tensors that any group has changed.
+        trained: The amount of training that each group reported.
+        landing: The report of the landing.
+        sends_bytes_per_s: The rate of the link to each receiver in bytes per second, or 0 if
+            unknown.
     """
 
     commit: Commit
@@ -297,7 +306,7 @@ class Arrival(NamedTuple):
 
 
 class FragmentState:
-    """Stores everything that a rank keeps for one fragment; see [Note: fragment tensors]."""
+    """The record of all data that a rank stores for one fragment; see [Note: fragment tensors]."""
 
     def __init__(
         self,
@@ -335,25 +344,19 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def let_go(self) -> None:
-        """Makes flights land outside the model where it no longer has a tensor, or has it in
-        another shape.
-        """
+        """Prepares flights of removed or reshaped tensors to land outside the model."""
         self.layout.let_go()
         self.untrained.let_go()
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads everything that a flight carries, and restarts the count of the group's inner
-        steps.
-        """
+        """Reads the data for a flight and resets the count of micro-batches since the last launch."""
         launch = self.read(step, deadline, purpose, requests)
         self.untrained.launched()
         self.weight = 0
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads everything that a flight carries, without changing anything. The arguments are
-        those of `launch`.
-        """
+        """Reads the data for a flight like `launch`, but without changing the record."""
         if purpose is Purpose.ROUND:
             outer = self.load_outer()
             gradient = self.layout.outer_gradient(outer)
@@ -373,12 +376,12 @@ class FragmentState:
         )
 
     def digest(self, launch: Launch) -> int:
-        """Returns the digest of this rank's part of the values that all groups have in common at a
+        """Returns a digest of this rank's part of the values that must be equal in all groups at a
         launch.
         """
         start = self.layout.start
         if launch.leg and self.anchor is not None:
-            # Partners have different outer parameters, but exchange them relative to the same
+            # Partners have different outer parameters but exchange them relative to the same
             # anchor.
             return digest(self.storage.load(self.anchor), start)
         if launch.purpose is Purpose.START:
@@ -392,13 +395,13 @@ class FragmentState:
         return combined([digest(outer, start), digest(untrained, start)])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
-        """Returns the norm of an outer gradient, or of a mean of outer gradients: the distance by
-        which it moves the outer parameters.
+        """Returns the norm of an outer gradient or of the change that a plain mean makes to the
+        outer parameters.
         """
         if purpose is not Purpose.MEAN or not gradient.numel():
             return torch.linalg.vector_norm(gradient)
-        # For a plain mean, the gradient is minus the local values. It is compared with the outer
-        # values in stretches, so that the difference takes hardly any memory.
+        # For a plain mean, the gradient contains the negative local values. The difference from the
+        # outer values is computed in stretches to save memory.
         norms: list[Tensor] = []
         scratch = gradient.new_empty(0)
         for stretch in stretches(len(gradient), gradient.device):
@@ -412,8 +415,8 @@ class FragmentState:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Makes the local values of some parameters, which are the same in all groups, the outer
-        ones, without momentum.
+        """Replaces outer values of some parameters with the local values, which must be equal in
+        all groups, and clears their momentum.
         """
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
@@ -430,8 +433,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
-        """Drops everything that made this group differ from the outer parameters, which are now the
-        same in all groups.
+        """Resets all state that differs between groups on a route, because all groups now have the
+        same outer parameters.
         """
         self.anchor = None if self.shares else self.outer.values
         self.twin = None
@@ -440,17 +443,17 @@ class FragmentState:
         return None if stored is None else self.storage.load(stored)
 
     def load_outer(self) -> Tensor:
-        """Returns the outer parameters of the shard, on the device, from the prefetched copy if
-        there is one.
+        """Returns the outer parameters of the shard on the device, using the prefetched copy if
+        available.
         """
         prefetched = self._prefetched or self.storage.prefetch(self.outer.values)
         self._prefetched = None
         return prefetched()
 
     def land(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Commits the result of a flight to the record and merges it into the local values.
+        """Commits the result of a flight to the record and merges the result into the local values.
 
-        ``steps`` is the number of inner steps since the launch. ``final`` is true for a plain mean.
+        ``steps`` is the number of inner steps since the launch. ``final`` is True for a plain mean.
         """
         self._commit(arrival.commit)
         if final:
@@ -463,7 +466,7 @@ class FragmentState:
         self.untrained.land(arrival.untrained, arrival.rule.kept)
 
     def committed(self) -> Commit:
-        """Returns the state after the last landing."""
+        """Returns the state committed by the last landing."""
         return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
 
     def stored(self, commit: Commit) -> Commit:
@@ -488,8 +491,8 @@ class FragmentState:
         self.weighing = commit.weighing
 
     def land_at_end(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Merges the result of a flight only into the model, because a longer run continues from
-        the unchanged record.
+        """Merges the result of a flight into the model and leaves the record unchanged for a longer
+        run.
         """
         self.keep_local()
         self._take(arrival, steps)
@@ -497,47 +500,43 @@ class FragmentState:
             self.end(arrival.gathered[0], arrival.commit.outer.values)
 
     def end(self, gathered: Tensor, shard: Tensor) -> None:
-        """Keeps a copy of the outer parameters if the model cannot represent them exactly."""
+        """Stores a copy of the outer parameters if the model cannot represent them exactly."""
         if not self.layout.holds_float32:
             self.final = self.layout.to_name(gathered, shard).to("cpu")
 
     def keep_local(self) -> None:
-        """Keeps the local parameters for a longer run, before the end of training first writes to
-        them.
-        """
+        """Stores the local parameters for a longer run before they are overwritten."""
         self.kept_local = self.local_values()
 
     def local_values(self) -> list[Tensor]:
-        """Copies this rank's local parameters to the host; after `keep_local`, returns those that
-        it kept.
+        """Returns this rank's local parameters on the host, using the stored copy if `keep_local`
+        made one.
         """
         if self.kept_local is not None:
             return self.kept_local
         return [held.to("cpu", copy=True) for held in self.layout.held]
 
     def named_at_end(self, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host after the end of training, as `named` does before
-        it.
-        """
+        """Returns a host copy of the outer parameters by name after the end of training."""
         values = self.layout.copied() if self.final is None else self.final
         return self.layout.named(values, values, group)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
-        """Takes the outer state from a result in which this site's training does not count, and
-        moves the local values by the same amount.
+        """Applies a result that does not include this site's training to the outer state, and
+        shifts the local values by the same amount.
         """
         self.outer = arrival.commit.outer
         self.layout.shift(moved)
         self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
-        """Gathers the outer parameters, flat, for all values of the fragment that this rank has.
+        """Gathers the outer parameters of all values that this rank has into a flat tensor.
         In-group collective.
         """
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
     def write_outer(self, group: Communicator, *, stays: bool = False) -> Tensor:
-        """Writes outer parameters and buffers into the model, permanently if ``stays`` is true.
+        """Writes outer parameters and buffers into the model, permanently if ``stays`` is True.
         In-group collective.
         """
         gathered = self.gathered(group)
@@ -553,15 +552,15 @@ class FragmentState:
         self.untrained.write_values(untrained)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name. In-group collective if ranks have parts
-        of them.
+        """Returns a host copy of the outer parameters by name. In-group collective if the
+        parameters are sharded.
         """
-        # Values that are stored on the host are copied there once, and not by way of the device.
+        # Values that are stored on the host are copied directly and not by way of the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
 
     def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies a mean to the host, by name, as `named` does for the outer parameters."""
+        """Returns a host copy of a mean by name, as `named` does for the outer parameters."""
         if group.size == 1:
             return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)
@@ -574,8 +573,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values, and tensors on the host. On a CPU, the tensors are the record's
-        own, so do not write to them.
+        """Returns plain values and host tensors. Do not write to the tensors, because on a CPU the
+        record may share their memory.
         """
         tensors = {"memory": self.memory, "residual": self.residual}
         if self.tuning is not None:
@@ -617,15 +616,15 @@ def fragments_of(
     storage: OuterStorage,
     before: Sequence[FragmentState] = (),
 ) -> list[FragmentState]:
-    """Takes the present model as the outer one, and returns the record of each of its fragments.
+    """Creates the record of each fragment, with the current model as the outer model.
 
     Args:
         model: The model.
-        fragments: How it is divided.
+        fragments: The fragments into which the model is divided.
         settings: The settings of the run.
-        topology: The ranks.
-        storage: Where outer state is kept.
-        before: The records of the previous division.
+        topology: The worker groups.
+        storage: The storage of the outer state.
+        before: The records of the previous fragments, if the model is divided again.
     """
     layouts = layouts_of(fragments, trainable(model), topology)
     untrained = untrained_state_of(

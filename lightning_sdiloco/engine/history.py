@@ -1,6 +1,4 @@
-"""The history of training: counts of steps, launches and landings, and the warnings that result
-from landings.
-"""
+"""Counts steps, launches and landings, and warns about excluded groups."""
 
 import logging
 import time
@@ -33,20 +31,20 @@ class Counts:
 
 
 class History:
-    """Counts events, and warns of groups that are left out.
+    """Counters of training events, with warnings about groups that are excluded from a mean.
 
     Args:
-        rounds: The rounds, from which the present settings are taken.
+        rounds: The rounds, which provide the current settings.
         topology: The worker groups.
-        is_site: Whether these ranks are a site of a federation, whose hub reports which sites are
-            left out.
-        maps_on_device: Whether an accelerator maps matrices in the outer step.
+        is_site: Whether these ranks form a site of a federation. The hub of a federation reports
+            excluded sites.
+        maps_on_device: Whether the outer step maps matrices on an accelerator.
 
     Attributes:
-        counts: The numbers that a checkpoint keeps.
-        absences: How many times in a row each group was left out.
-        step_span: The beginning and end of the last inner step's launches and landings.
-        last_landing: The last landing of a round, or of the final exchange.
+        counts: The counters that a checkpoint stores.
+        absences: How many times in a row each group has been excluded from a mean.
+        step_span: When the launches and landings of the last inner step began and ended.
+        last_landing: The last landing of a round or of the final exchange.
         final_landings: The landings of the final exchange.
     """
 
@@ -66,7 +64,7 @@ class History:
         self._buffer_exclusions = Exclusions()
 
     def land(self, landings: Iterable[Landing]) -> list[Landing]:
-        """Records the landings of rounds, and returns them."""
+        """Records landings and returns them as a list."""
         landed = []
         for landing in landings:
             self.note(landing)
@@ -75,7 +73,7 @@ class History:
         return landed
 
     def note(self, landing: Landing) -> None:
-        """Adds up the costs of a landing, and warns of the groups that it leaves out."""
+        """Adds up the costs of a landing and warns about groups that it excludes."""
         self.count_bytes(landing)
         self.counts.exposed_wait_s += landing.exposed_wait_s
         self.counts.in_flight_s += landing.in_flight_s
@@ -105,11 +103,12 @@ class History:
         for group, reason in left_out.items():
             if self._exclusions.begins(group, landing.launched_at, settings.sync_every):
                 _log.warning(
-                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched"
-                    " after inner step %d, leaves that group out, and the group takes the outer"
-                    " parameters. Look at its data, loss and learning rate. Until it has counted"
-                    " for %d rounds, only Landing and the metrics sdiloco/groups_left_out and"
-                    " sdiloco/groups_outlying report further exclusions.",
+                    "The outer gradient of worker group %d %s. The mean of fragment %d, launched"
+                    " after inner step %d, excludes that group, and the group takes the outer"
+                    " parameters. Check the group's data, loss and learning rate. Until the group"
+                    " has been included for %d rounds, further exclusions are reported only in"
+                    " Landing and in the metrics sdiloco/groups_left_out and"
+                    " sdiloco/groups_outlying.",
                     group,
                     reason,
                     landing.fragment,
@@ -123,11 +122,11 @@ class History:
         for group in landing.wrong_buffers:
             if exclusions.begins(group, landing.launched_at, sync_every):
                 _log.warning(
-                    "The buffers of worker group %d are too large for outlier_guard: those of"
-                    " fragment %d, launched after inner step %d, are left out of the mean, and the"
-                    " group takes the outer ones. Look at its data. Until they have counted for %d"
-                    " rounds, only Landing and the metric sdiloco/groups_wrong_buffers report further"
-                    " exclusions.",
+                    "The buffers of worker group %d are too large for outlier_guard. The mean of"
+                    " the buffers of fragment %d, launched after inner step %d, excludes that"
+                    " group, and the group takes the outer buffers. Check the group's data. Until"
+                    " its buffers have been included for %d rounds, further exclusions are"
+                    " reported only in Landing and in the metric sdiloco/groups_wrong_buffers.",
                     group,
                     landing.fragment,
                     landing.launched_at,

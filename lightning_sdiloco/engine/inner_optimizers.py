@@ -1,4 +1,4 @@
-"""The inner optimizers of the training loop: their rate, and state that is not finite."""
+"""The inner optimizers of the training loop, including recovery from non-finite state."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ class InnerOptimizers:
 
     Attributes:
         optimizers: The optimizers.
-        copies: The copies of the weights that they keep.
+        copies: The copies of the weights that the optimizers keep.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -25,7 +25,7 @@ class InnerOptimizers:
 
     @property
     def rate(self) -> float:
-        """The largest learning rate; 0 if none is known on the host."""
+        """The largest learning rate stored on the host, or 0 if there is none."""
         rates = [0.0]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -36,7 +36,7 @@ class InnerOptimizers:
         return max(rates)
 
     def recover(self, parameters: Sequence[Tensor], in_group: Communicator) -> None:
-        """Resets the state of parameters for which it is not finite. In-group collective."""
+        """Resets the state of each parameter whose state is not finite. In-group collective."""
         is_finite = on_all_ranks([self._has_finite_state(p) for p in parameters], in_group)
         all_copies = self.copies.of(parameters)
         for optimizer in self.optimizers:
@@ -44,7 +44,8 @@ class InnerOptimizers:
                 if is_kept:
                     continue
                 if copies:
-                    # The optimizer would not recreate copies that it made at the start.
+                    # The optimizer would not recreate copies of the weights that it made at the
+                    # start.
                     clear_not_finite(optimizer.state.get(parameter, {}))
                 else:
                     optimizer.state.pop(parameter, None)
@@ -58,24 +59,24 @@ class InnerOptimizers:
 
 
 def is_in_backward() -> bool:
-    """Returns whether the caller runs in a backward pass.
+    """Returns whether the current thread is running a backward pass.
 
-    Autograd uses separate threads for accelerators. An optimizer that is part of the backward pass
-    steps there.
+    Autograd runs accelerator work in separate threads, where an optimizer that is part of the
+    backward pass takes its steps.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
-    """Returns which facts are true on all ranks of the group, so that all do the same even if they
-    have different parts. In-group collective.
+    """Returns which facts are true on all ranks of the group, so that all ranks act alike. In-group
+    collective.
     """
     of_ranks = in_group.all_gather_object(list(facts))
     return [all(of_fact) for of_fact in zip(*of_ranks, strict=True)]
 
 
 def clear_not_finite(state: Mapping[str, object]) -> None:
-    """Overwrites values in the state of an optimizer that are not finite with zeros."""
+    """Replaces non-finite values in the state of an optimizer with zeros."""
     for value in state.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

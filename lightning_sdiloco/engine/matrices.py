@@ -1,10 +1,9 @@
-"""Whole matrices of a fragment, each on one rank of the group, for outer steps that do not treat
-values separately.
+"""Maps whole matrices of a fragment, for outer steps that are not elementwise.
 
-Every rank has a shard of the mean outer gradient. The matrices of a fragment are distributed over
-the ranks, so that all compute about equally much and none needs the whole fragment. Each rank sends
-the parts of its shard to the owners of the matrices, maps the matrices that it owns, and sends the
-parts back. The results do not depend on which ranks map the matrices.
+Each rank has a shard of the mean outer gradient. The matrices of a fragment are distributed over
+the ranks to balance the computation, and no rank needs the whole fragment. Each rank sends the
+parts of its shard to the owners of the matrices, maps the matrices that it owns, and returns the
+mapped parts. The results do not depend on which ranks map the matrices.
 """
 
 import logging
@@ -47,28 +46,30 @@ _CONVOLUTIONS = (
 )
 
 MOST_VALUES = 10_000_000
-"""The most trainable values of a model whose matrices are mapped by default if float64 is not
-fast."""
+"""The largest number of trainable values with which matrices are mapped by default on devices with
+slow float64 arithmetic.
+"""
 
 FEWEST_ROUNDS = 5
-"""The fewest rounds in which matrices are mapped by default: in shorter runs, the plain mean did
-better."""
+"""The minimum number of rounds for which matrices are mapped by default, because the plain mean
+performed better in shorter runs.
+"""
 
-# The share of the time that an accelerator may spend mapping matrices without a warning.
+# The share of its time that an accelerator may spend on mapping matrices without a warning.
 _LARGEST_SHARE = 0.1
 
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
-# at a 32nd or a 64th of the rate of float32.
+# numbers at 1/32 or 1/64 of the float32 rate.
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
 def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]:
-    """Returns the matrices of trainable parameters, by name, as given by `stack_of` unless a
-    pattern overrides it.
+    """Returns the matrices of all trainable parameters by name, as determined by `stack_of` or by a
+    pattern.
 
     Raises:
-        ValueError: If a pattern matches no trainable parameter, or one that cannot be divided into
-            these parts.
+        ValueError: If a pattern matches no trainable parameter, or matches a parameter that cannot
+            be divided as requested.
     """
     stacks = dict[str, Stack]()
     unused = set(patterns)
@@ -84,17 +85,16 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
             stack = stack_of(parameter.shape, groups.get(_module_of(name)), parts)
         except ValueError as error:
             raise ValueError(
-                f"matrices={{{matching[-1]!r}: {parts}}} does not suit the parameter {name!r}:"
-                f" {error}. Give another number, or 0 to treat the values of the parameter"
-                " separately."
+                f"matrices={{{matching[-1]!r}: {parts}}} does not fit the parameter {name!r}:"
+                f" {error}. Pass a different number, or 0 to treat all values separately."
             ) from None
         if stack is not None:
             stacks[name] = stack
     if unused:
         raise ValueError(
-            f"matrices has the pattern {sorted(unused)[0]!r}, which names no trainable parameter."
-            " Correct it: names are those of named_parameters(), and patterns are shell-style, such"
-            " as '*.qkv.weight'."
+            f"matrices has the pattern {sorted(unused)[0]!r}, which matches no trainable"
+            " parameter. Use shell-style patterns, such as '*.qkv.weight', that match names in"
+            " named_parameters()."
         )
     return stacks
 
@@ -107,8 +107,8 @@ def with_direction(
     *,
     says: bool = True,
 ) -> Settings:
-    """Returns the settings with a direction that suits them, the model and the number of rounds.
-    All ranks must call it.
+    """Chooses a direction based on the settings, the model and the number of rounds. All ranks must
+    call this function.
     """
     facts = topology.world.all_gather_object((suits(model), takes_long(model)))
     suits_all = all(is_suited for is_suited, _ in facts)
@@ -117,20 +117,20 @@ def with_direction(
     chosen = settings.directed(may_direct=may_direct)
     if says and suits_all and is_slow and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
-            "The outer step is elementwise: mapping the matrices of more than %s values would slow"
-            " down training where float64 is slow, as on CPUs and on GPUs for graphics. Give"
-            " outer_optimizer=OuterOptimizer(direction='equalised') to map matrices anyway.",
+            "The outer step is elementwise. Mapping matrices with more than %s values would slow"
+            " down training on devices with slow float64 arithmetic, such as CPUs and consumer"
+            " GPUs. Pass outer_optimizer=OuterOptimizer(direction='equalised') to map matrices"
+            " anyway.",
             f"{MOST_VALUES:,}",
         )
     return chosen
 
 
 def suits(model: nn.Module) -> bool:
-    """Returns whether mapping matrices is known to help such a model, as it does for a language
-    model that trains most of its parameters.
+    """Returns whether a model is a language model that trains most of its parameters.
 
-    Models that were fine-tuned with LoRA learned less with mapped matrices, and networks for
-    regression far less.
+    Mapping matrices is known to help such models. In experiments, LoRA fine-tuning made less
+    progress with mapped matrices, and regression networks made far less progress.
     """
     trained = sum(parameter.numel() for parameter in _sized(model) if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in _sized(model) if not parameter.requires_grad)
@@ -138,7 +138,7 @@ def suits(model: nn.Module) -> bool:
 
 
 def predicts_tokens(model: nn.Module) -> bool:
-    """Returns whether a model embeds tokens and has another layer with one output for each token.
+    """Returns whether a model has a token embedding and another layer with one output per token.
 
     Examples:
         >>> predicts_tokens(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50)))
@@ -171,8 +171,8 @@ def _sized(model: nn.Module) -> list[nn.Parameter]:
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Returns whether a device is known to multiply float64 at no less than half the rate of
-    float32.
+    """Returns whether a device is known to reach at least half of its float32 rate in float64
+    arithmetic.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -180,13 +180,13 @@ def has_fast_float64(device: torch.device) -> bool:
 
 
 def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
-    """Returns the groups of all convolutions, by name."""
+    """Returns the number of groups of each convolution by module name."""
     modules = modules_of(model)
     return {name: m.groups for name, m in modules.items() if isinstance(m, _CONVOLUTIONS)}
 
 
 def _module_of(name: str) -> str:
-    """Returns the name of the module to which a parameter belongs, parametrized or not."""
+    """Returns the name of a parameter's module, with or without parametrization."""
     module_name, _, parametrized_name = name.partition(".parametrizations.")
     return module_name if parametrized_name else name.rpartition(".")[0]
 
@@ -194,11 +194,11 @@ def _module_of(name: str) -> str:
 def proofs(
     fragments: Sequence[Fragment], direction: Direction | None, device: torch.device
 ) -> dict[str, str]:
-    """Returns digests of what a direction returns for known matrices, one for each shape in the
+    """Returns a digest of a direction's result on a fixed test matrix for each shape in the
     fragments.
 
     Raises:
-        ValueError: If it returns anything but matrices of the given shape and dtype.
+        ValueError: If the direction changes the shape or dtype of a matrix.
     """
     shapes = set[tuple[int, int]]()
     for fragment in fragments:
@@ -209,7 +209,7 @@ def proofs(
     for rows, columns in sorted(shapes):
         assert direction is not None, "without a direction no parameter is a matrix"
         name = f"the direction of {rows} x {columns} matrices"
-        # Not random numbers, because torch's differ between processors.
+        # The numbers are not random, because torch's random numbers differ between processors.
         numbers = torch.arange(rows * columns, dtype=torch.int32, device=device).remainder_(10007)
         numbers.mul_(7919).remainder_(10007).sub_(5003)
         matrix = numbers.to(torch.float32).view(1, rows, columns).div_(4096)
@@ -217,16 +217,16 @@ def proofs(
         if directed.shape != matrix.shape or directed.dtype != torch.float32:
             raise ValueError(
                 f"direction={direction!r} returned values of shape {tuple(directed.shape)} and"
-                f" {directed.dtype} for float32 matrices of shape {tuple(matrix.shape)}. It must"
-                " return matrices of the shape and dtype that it is given. Correct it, or choose"
-                " 'equalised' or 'elementwise'."
+                f" {directed.dtype} for float32 matrices of shape {tuple(matrix.shape)}. A"
+                " direction must not change the shape or dtype of matrices. Correct the"
+                " function, or choose 'equalised' or 'elementwise'."
             )
         digests[name] = f"{digest(directed) & 0xFFFFFFFFFFFFFFFF:016x}"
     return digests
 
 
 class DirectionCost:
-    """Warns once if an accelerator spends much of its training time on mapping matrices."""
+    """A monitor that warns once if an accelerator spends too much time on mapping matrices."""
 
     def __init__(self) -> None:
         self._is_said = False
@@ -235,7 +235,9 @@ class DirectionCost:
         self._mapping_s = 0.0
 
     def note(self, fragment: int, landed: float, mapping_s: float) -> None:
-        """Records a landing: its fragment, its time, and the seconds of its outer step."""
+        """Records the fragment and time of a landing, and the duration of its outer step in
+        seconds.
+        """
         if self._is_said:
             return
         self._mapping_s += mapping_s
@@ -245,10 +247,10 @@ class DirectionCost:
         if self._since and share > _LARGEST_SHARE:
             self._is_said = True
             _log.warning(
-                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of %.3g"
-                " s), which slows down training on this device. Larger batches, a larger sync_every"
-                " or more ranks in a group lower that share, and"
-                " outer_optimizer=OuterOptimizer(direction='elementwise') ends it.",
+                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of"
+                " %.3g s), which slows down training on this device. To reduce this share, use"
+                " larger batches, a larger sync_every or more ranks per group. To disable"
+                " mapping, pass outer_optimizer=OuterOptimizer(direction='elementwise').",
                 100 * share,
                 self._mapping_s,
                 landed - self._since,
@@ -262,9 +264,9 @@ class DealtMatrix(NamedTuple):
 
     Attributes:
         name: The name of the parameter.
-        stack: Its matrices.
-        owner: The rank that maps them.
-        specs: The values of the parameter that each rank of the group exchanges.
+        stack: The shape of the parameter's matrices.
+        owner: The rank that maps the matrices.
+        specs: The values of the parameter that are in the shard of each rank of the group.
         starts: The positions of these values in the shard of each rank.
     """
 
@@ -275,13 +277,13 @@ class DealtMatrix(NamedTuple):
     starts: Sequence[int]
 
     def part(self, shard: Tensor, rank: int) -> Tensor:
-        """Returns a view of the values of the parameter in the shard of a rank."""
+        """Returns a view of the parameter's values in a rank's shard."""
         return shard.narrow(0, self.starts[rank], self.specs[rank].length)
 
 
 def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> list[DealtMatrix]:
-    """Distributes the matrix parameters of a fragment over ranks: the costliest first, each to the
-    rank with the least to compute so far.
+    """Assigns the matrix parameters of a fragment to ranks, giving the most expensive remaining
+    parameter to the rank with the lowest load.
     """
     costs = [0.0] * ranks
     owners = dict[str, int]()
@@ -299,8 +301,8 @@ def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> lis
 
 
 class MappedOnce:
-    """A mean outer gradient and its direction, which the first group in this process computes for
-    the others.
+    """A mean outer gradient and its direction, computed by one group and shared by all groups in a
+    process.
     """
 
     def __init__(self, groups: int) -> None:
@@ -315,8 +317,8 @@ class MappedOnce:
         self._waiting = self._later_groups
 
     def replace(self, gradient: Tensor) -> bool:
-        """Replaces a gradient by its direction if it equals the one that is kept, and returns
-        whether it does.
+        """Replaces a gradient with the stored direction if the gradients are equal, and returns
+        whether they are.
         """
         if not self._waiting or not torch.equal(gradient, self._gradient):
             return False
@@ -329,11 +331,11 @@ class MappedOnce:
 
 
 class Matrices:
-    """Maps the matrices of a fragment, of which every rank of the group has a shard.
+    """The matrices of a fragment and the method that maps them across the ranks of a group.
 
     Attributes:
-        stacks: The parameters that are matrices, by name.
-        once: The result that groups in this process share, if there are several.
+        stacks: The matrix parameters by name.
+        once: The result that all groups in this process share, or None if there is only one group.
     """
 
     def __init__(
@@ -355,14 +357,14 @@ class Matrices:
         self._owned = [matrix for matrix in self._dealt if matrix.owner == self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain values that another run needs to map saved flights."""
+        """Returns the plain values that a later run needs to map the matrices of saved flights."""
         if not self.stacks:
             return {}
         return {"stacks": {name: tuple(stack) for name, stack in self.stacks.items()}}
 
     def direct(self, gradient: Tensor, group: Communicator) -> None:
-        """Replaces the shard of a mean outer gradient by the shard of its direction, in place.
-        In-group collective.
+        """Replaces a shard of a mean outer gradient with its direction in place. In-group
+        collective.
         """
         if self.once is None:
             self._map(gradient, group)
@@ -386,18 +388,18 @@ class Matrices:
             part.copy_(values)
 
     def _owned_lengths(self, rank: int) -> list[int]:
-        """Returns how many values of each matrix of this rank are in the shard of a rank."""
+        """Returns how many values of each of this rank's matrices are in the shard of ``rank``."""
         return [matrix.specs[rank].length for matrix in self._owned]
 
     def _owned_parts(self, directed: Mapping[str, Tensor], rank: int) -> list[Tensor]:
-        """Extracts the values in the shard of a rank from the matrices of this rank."""
+        """Extracts the values that belong to the shard of ``rank`` from this rank's matrices."""
         parts = list[Tensor]()
         for matrix in self._owned:
             parts.append(matrix.specs[rank].extract(directed[matrix.name].reshape(-1)))
         return parts
 
     def _assembled(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> dict[str, Tensor]:
-        """Assembles the matrices of this rank from the parts of all ranks."""
+        """Assembles this rank's matrices from the parts of all ranks."""
         matrices = dict[str, Tensor]()
         for index, matrix in enumerate(self._owned):
             full = like.new_empty(math.prod(matrix.stack))
@@ -410,9 +412,7 @@ class Matrices:
 def direct_shards(
     fragment: SavedFragment, shards: Sequence[OuterState], direction: Direction | None
 ) -> list[Tensor]:
-    """Returns the shards of the direction of a mean outer gradient, given all its shards and the
-    saved fragment.
-    """
+    """Computes the direction of a mean outer gradient from all shards of a saved fragment."""
     gradients = [shard.values for shard in shards]
     stacks = fragment.get("stacks", {})
     if direction is None or not stacks:
@@ -430,8 +430,8 @@ def _exchanged(
     like: Tensor,
     group: Communicator,
 ) -> list[list[Tensor]]:
-    """Sends every rank its vectors, if any, and returns those received from each rank, of these
-    lengths, with the dtype and device of ``like``. In-group collective.
+    """Sends each rank its vectors and returns the vectors received from each rank. In-group
+    collective.
     """
     if group.size == 1:
         return list(map(list, sent))

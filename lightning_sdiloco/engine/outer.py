@@ -1,6 +1,4 @@
-"""The outer optimizer, which works on flat float32 shards, one per fragment, and the storage of its
-state on the device or the host.
-"""
+"""The outer optimizer of flat float32 shards, and the storage of outer state on device or host."""
 
 import copy
 import hashlib
@@ -27,14 +25,14 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 Hyperparameters = dict[str, Any]
-"""A parameter group of a torch optimizer, without its parameters."""
+"""A parameter group of a torch optimizer without the parameters."""
 
 OptimizerState = dict[str, Any]
-"""The state that a torch optimizer keeps for one parameter."""
+"""The state that a torch optimizer stores for one parameter."""
 
-# The number of values stepped at once: few enough that they fit into the cache and that the
-# optimizer needs little temporary memory, but enough that the calls cost almost nothing. Stretches
-# are aligned for vector units.
+# The number of values stepped at once. A stretch is short enough to fit into the cache and to keep
+# temporary memory small, and long enough that the cost of calls is negligible. Stretches are
+# aligned for vector units.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
@@ -42,7 +40,7 @@ _ALIGNED = 1 << 10
 MOMENTUM = "momentum_buffer"
 """The key under which torch's SGD stores the momentum."""
 
-# The hyperparameters with which `nesterov_step` is used; a schedule may change any of them.
+# The hyperparameters for which `nesterov_step` is used. A schedule may change any of them.
 _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
 
 
@@ -50,10 +48,10 @@ _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": Fa
 
 
 class OuterStorage:
-    """Stores tensors on their device. Stored tensors are never modified.
+    """Storage that keeps tensors on their device. Stored tensors are never modified.
 
     Attributes:
-        prefetches: Whether loading takes so long that it has to begin before the launch.
+        prefetches: Whether loading is so slow that it should start before the launch.
     """
 
     prefetches = False
@@ -62,29 +60,27 @@ class OuterStorage:
         self.device = device
 
     def store(self, values: Tensor) -> Tensor:
-        """Stores a tensor that will not be modified again. May wait for the device."""
+        """Stores a tensor that will not be modified again. This method may wait for the device."""
         return values
 
     def store_copy(self, values: Tensor) -> Tensor:
-        """Stores a copy of a tensor. May wait for the device."""
+        """Stores a copy of a tensor. This method may wait for the device."""
         return values.detach().to(self.device, copy=True)
 
     def load(self, stored: Tensor) -> Tensor:
-        """Returns a stored tensor on the device, possibly the same tensor. It must not be
-        modified.
-        """
+        """Returns a stored tensor on the device. The tensor may not be a copy, so do not modify it."""
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts loading a tensor while the device continues to work. Returns a function that waits
-        for the tensor and returns it.
+        """Starts loading a tensor asynchronously. The returned function waits for the tensor and
+        returns it.
         """
         return lambda: stored
 
 
 class OnHost(OuterStorage):
-    """Stores in page-locked host memory: the device has only fragments that are in flight or about
-    to launch.
+    """Storage in page-locked host memory, so that the device holds only fragments that are in
+    flight or about to launch.
     """
 
     prefetches = True
@@ -110,17 +106,17 @@ class OnHost(OuterStorage):
 
     @override
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Copies on a separate stream, into memory of the caller's stream."""
+        """Copies a tensor on a separate stream into memory of the caller's stream."""
         module = torch.get_device_module(self.device)
         copies = self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
-        # The caller's stream may still work on the tensor that had this memory before.
+        # The caller's stream may still use the tensor that previously occupied this memory.
         copies.wait_stream(module.current_stream(self.device))
         with module.stream(copies):
             values.copy_(stored, non_blocking=True)
             done = module.Event()
             done.record(copies)
-        # If the copy is never taken, its memory must not be reused before it is done.
+        # If the copy is never used, its memory must not be reused before the copy is complete.
         values.record_stream(copies)
 
         def take() -> Tensor:
@@ -131,7 +127,7 @@ class OnHost(OuterStorage):
 
 
 def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
-    """Chooses the storage of outer state. On a CPU, device and host are the same memory."""
+    """Chooses the storage of outer state. State on a CPU is never offloaded."""
     if offload == "auto":
         offload = device.type == "cuda"
     if offload and device.type != "cpu":
@@ -143,9 +139,7 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 
 class OuterState(NamedTuple):
-    """The outer parameters of a shard, the state of their optimizer, and the next round of its
-    schedule, counted from 0.
-    """
+    """The outer parameters of a shard, their optimizer state, and the number of completed rounds."""
 
     values: Tensor
     state: OptimizerState
@@ -154,9 +148,7 @@ class OuterState(NamedTuple):
     direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state with its values and the elementwise entries of the optimizer's state
-        moved.
-        """
+        """Moves the values and the elementwise entries of the optimizer's state."""
         state = dict(self.state)
         for key, entry in self.state.items():
             if is_elementwise(entry, self.values):
@@ -164,8 +156,8 @@ class OuterState(NamedTuple):
         return self._replace(values=move(self.values), state=state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state on the host. On a CPU, the tensors are not copied, so do not modify
-        them.
+        """Returns the state on the host. Do not modify the tensors, because on a CPU they are not
+        copies.
         """
         state = dict(self.state)
         for key, entry in self.state.items():
@@ -175,21 +167,20 @@ class OuterState(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> "OuterState":
-        """Reads the dictionary that `state_dict` returned, without copying tensors."""
+        """Restores a state from its `state_dict` without copying tensors."""
         return OuterState(state["outer"], state["state"], state["rounds"])
 
 
 class ShardOptimizer:
-    """Steps the shards of all fragments with the single torch optimizer that the user's factory
-    makes.
+    """The outer optimizer of all fragments, which steps their shards with a single torch optimizer.
 
     Attributes:
-        described: The optimizer and the schedule, each as text that is the same on all ranks if and
-            only if its settings are.
-        summary: The optimizer as text for users, with rate and momentum before a schedule changes
-            them.
-        highest_rate: The highest rate of all parameter groups and rounds; infinite if there are no
-            rates.
+        described: Descriptions of the optimizer and the schedule, which are equal on all ranks if
+            and only if their settings are equal.
+        summary: A description of the optimizer for users, with the learning rate and momentum
+            before any schedule.
+        highest_rate: The highest learning rate of all parameter groups and rounds, or infinity if
+            the optimizer has no learning rate.
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class ShardOptimizer:
         _check_elementwise(make, len(shards))
         self._storage = storage or OuterStorage(shards[0].device)
         self._is_nesterov = is_nesterov
-        # The upper limit of the momentum in rounds of the dense beginning; None for no limit.
+        # The upper limit of the momentum during the dense beginning, or None for no limit.
         self._dense_momentum = dense_momentum
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
@@ -214,12 +205,12 @@ class ShardOptimizer:
             self._initial.append(
                 OuterState(shard, dict(self._optimizer.state.get(parameter, {})), 0)
             )
-        # The optimizer has its parameters and their state for only one step at a time.
+        # The optimizer receives its parameters and their state separately for each step.
         self._optimizer.state.clear()
         for group in self._optimizer.param_groups:
             group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
-        # Described once, because afterwards only the thread that steps may read the optimizer.
+        # The optimizer is described now, because later only the thread that steps may read it.
         groups = _copied(self._optimizer)
         name = type(self._optimizer).__name__
         self.summary = _summary(name, groups)
@@ -233,9 +224,7 @@ class ShardOptimizer:
         ]
 
     def take_initial(self) -> list[OuterState]:
-        """Returns the outer state of every fragment before its first step. The optimizer does not
-        keep it.
-        """
+        """Returns the initial outer state of each fragment and releases it from the optimizer."""
         initial = self._initial
         self._initial = []
         return initial
@@ -249,10 +238,10 @@ class ShardOptimizer:
         *,
         is_dense: bool = False,
     ) -> OuterState:
-        """Returns the outer state of a fragment after an outer step, on the device. Overwrites only
+        """Returns the outer state of a fragment on the device after an outer step, and overwrites
         the gradient.
 
-        All rounds of the dense beginning together are the first round of the schedule.
+        The rounds of the dense beginning together count as the first round of the schedule.
         """
         group = self._rates.of(0 if is_dense else before.rounds)[self._group_of[fragment]]
         if is_dense and self._dense_momentum is not None:
@@ -271,11 +260,11 @@ class ShardOptimizer:
     def _step_in_stretches(
         self, group: Hyperparameters, values: Tensor, gradient: Tensor, before: OptimizerState
     ) -> OptimizerState:
-        """Steps one stretch at a time, overwrites the gradient, and returns the new state."""
+        """Steps one stretch at a time, overwrites the gradient and returns the new state."""
         state = _StateInStretches(before, values, self._storage)
         pieces = stretches(values.numel(), values.device)
-        # One copy serves all stretches, of which the first is the longest: the host's allocator
-        # would keep many short-lived copies.
+        # All stretches share one buffer, because the host's allocator would retain many short-lived
+        # copies. The first stretch is the longest.
         scratch = new_vector(pieces[0].stop if pieces else 0, values.device)
         for piece in pieces:
             copied = scratch[: piece.stop - piece.start].copy_(values[piece])
@@ -289,15 +278,15 @@ class ShardOptimizer:
     def _stepped(
         self, group: Hyperparameters, values: Tensor, gradient: Tensor, state: OptimizerState
     ) -> tuple[Tensor, OptimizerState]:
-        """Steps some values and their state in place, with the hyperparameters of a group."""
+        """Steps values and their state in place with the hyperparameters of a parameter group."""
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The user's optimizer itself steps, not a copy, because torch copies neither its hooks nor
-        # the attributes of a subclass. During a step, it has one parameter. Afterwards, all its
-        # former attributes are restored. That also undoes changes to attributes of a subclass:
-        # these belong to no fragment, so one fragment would see the steps of another, and no
-        # checkpoint would contain them. The test of hooks and attributes in
-        # tests/engine/test_reference.py fails without either.
+        # The step uses the user's optimizer and not a copy, because torch copies neither its hooks
+        # nor the attributes of a subclass. During a step, the optimizer has one parameter.
+        # Afterwards, all of its attributes are restored. This also undoes changes to attributes of
+        # a subclass. Such attributes belong to no fragment, so they would carry over from one
+        # fragment to another and would be missing from checkpoints. The test of hooks and
+        # attributes in tests/engine/test_reference.py fails without either.
         optimizer = self._optimizer
         attributes = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -321,10 +310,10 @@ class ShardOptimizer:
 
 
 class _StateInStretches:
-    """The optimizer's state of a shard, which is stepped one stretch at a time.
+    """The optimizer state of a shard that is stepped one stretch at a time.
 
     Attributes:
-        full: The new state, once all stretches are stored.
+        full: The new state, which is complete once all stretches are stored.
     """
 
     def __init__(self, before: OptimizerState, values: Tensor, storage: OuterStorage) -> None:
@@ -335,7 +324,7 @@ class _StateInStretches:
         self.full: OptimizerState = {}
 
     def load(self, piece: slice) -> OptimizerState:
-        """Copies the state of a stretch; elementwise entries go to their final place."""
+        """Copies the state of a stretch. Elementwise entries are copied to their final location."""
         state: OptimizerState = {}
         for key, entry in self._before.items():
             if is_elementwise(entry, self._values):
@@ -346,13 +335,14 @@ class _StateInStretches:
         return state
 
     def store(self, piece: slice, loaded: OptimizerState, stepped: OptimizerState) -> None:
-        """Stores the state of a stretch after its step. The last stretch determines entries that
-        are not elementwise.
+        """Stores the state of a stretch after its step. Entries that are not elementwise are taken
+        from the last stretch.
         """
         self.full = dict(stepped)
         for key, entry in stepped.items():
             if is_elementwise(entry, self._values[piece]):
-                # Most optimizers write to the loaded tensors, which are already in place.
+                # Most optimizers update the loaded tensors, which are already in their final
+                # location.
                 if entry is not loaded.get(key):
                     self._place(key, entry.dtype, piece).copy_(entry)
                 self.full[key] = self._vectors[key]
@@ -366,9 +356,7 @@ class _StateInStretches:
 def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
-    """Makes the outer optimizer that the settings specify; see `ShardOptimizer` for arguments and
-    errors.
-    """
+    """Creates the outer optimizer that the settings specify."""
     outer = settings.outer
     if outer.make is not None:
         return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
@@ -408,28 +396,26 @@ def nesterov_step(
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
-    """Returns the index of the parameter group of each parameter."""
+    """Returns the parameter group index of each parameter."""
     groups = dict[int, int]()
     for index, group in enumerate(optimizer.param_groups):
         groups |= {id(parameter): index for parameter in group["params"]}
     missing = [index for index, parameter in enumerate(parameters) if id(parameter) not in groups]
     if missing or len(groups) != len(parameters):
         raise ValueError(
-            f"outer_optimizer made an optimizer over {len(groups)} tensors that leaves out the"
-            f" shards {missing} of {len(parameters)}. It must hold exactly the shards that it is"
-            " given. Pass them on unchanged."
+            f"outer_optimizer returned an optimizer for {len(groups)} tensors that does not include"
+            f" the shards {missing} of {len(parameters)}. The optimizer must include exactly the"
+            " shards that outer_optimizer receives. Pass the shards to the optimizer unchanged."
         )
     return [groups[id(parameter)] for parameter in parameters]
 
 
 def _check_elementwise(make: Make, count: int) -> None:
-    """Steps small vectors whole and in two halves, for which an elementwise optimizer returns the
-    same values.
-    """
+    """Checks that stepping small vectors as a whole and in two halves returns the same values."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
     gradients = list[list[Tensor]]()
-    # At several scales, because an optimizer that clips does so only for large gradients.
+    # The gradients have several scales, because a clipping optimizer changes only large gradients.
     for scale in (1.0, 1e3, 1e-3):
         gradients.append([scale * torch.randn(64, generator=generator) for _ in range(count)])
     try:
@@ -438,24 +424,25 @@ def _check_elementwise(make: Make, count: int) -> None:
         right = _tried(make, values, gradients, slice(32, 64))
     except Exception as error:
         raise ValueError(
-            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a list"
-            " of one-dimensional tensors, one per fragment, and must return a torch.optim.Optimizer"
-            f" whose step() needs no closure. Choose one, such as {AN_OUTER_OPTIMIZER}."
+            f"outer_optimizer could not step flat float32 shards: {error}. The callable receives"
+            " a list of one-dimensional tensors, one per fragment, and must return a"
+            " torch.optim.Optimizer whose step() needs no closure. Choose an optimizer such as"
+            f" {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
             raise ValueError(
-                "outer_optimizer does not work elementwise: stepping a vector whole and in two"
-                " halves gave different values. It sees flat shards of fragments, whose shapes and"
-                " norms mean nothing. Choose an optimizer that treats each value separately, such"
-                f" as {AN_OUTER_OPTIMIZER}."
+                "outer_optimizer does not work elementwise, because stepping a vector as a whole"
+                " and in two halves returned different values. An outer optimizer receives flat"
+                " shards of fragments, whose shapes and norms are meaningless. Choose an"
+                f" optimizer that treats each value separately, such as {AN_OUTER_OPTIMIZER}."
             )
 
 
 def _tried(
     make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice
 ) -> list[Tensor]:
-    """Steps a part of some vectors with a new optimizer, once for each row of gradients."""
+    """Steps a part of each vector with a new optimizer, once for each row of gradients."""
     parameters = [Parameter(vector[part].clone()) for vector in values]
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
@@ -469,19 +456,15 @@ def _tried(
 
 
 def is_elementwise(entry: object, values: Tensor) -> bool:
-    """Returns whether an entry of an optimizer's state has a value for every value of the shard, as
-    a momentum does.
-    """
+    """Returns whether an entry of an optimizer's state has one value for each value of the shard."""
     return isinstance(entry, Tensor) and entry.shape == values.shape
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
-    """Divides a shard into stretches that are stepped one after the other. A short shard is one
-    stretch.
-    """
-    # On a CPU, they fit into the cache; elsewhere, they are long enough to hide kernel launches.
-    # All have about the same length, so that none is so short that its state could be mistaken for
-    # the state of the whole.
+    """Divides a shard into stretches that are stepped one after the other."""
+    # On a CPU, stretches fit into the cache. On an accelerator, they are long enough to hide kernel
+    # launches. All stretches have about the same length, so that none is so short that its state
+    # could be mistaken for the state of the whole shard.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
     count = -(-numel // longest)
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
@@ -492,7 +475,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 Groups = list[Hyperparameters]
 
-# The number of rounds over which schedules are compared.
+# The number of rounds that are compared between schedules.
 _COMPARED = 1000
 _SHOWN = 4
 
@@ -501,9 +484,7 @@ _SHOWN_CHOICES = ("lr", "momentum", "nesterov", "betas")
 
 
 def _summary(name: str, groups: Groups) -> str:
-    """Returns the name of an optimizer with the rates and momenta of its parameter groups, each
-    value once.
-    """
+    """Formats the name of an optimizer with the learning rates and momenta of its parameter groups."""
     shown = []
     for key in _SHOWN_CHOICES:
         texts = list[str]()
@@ -518,15 +499,16 @@ def _summary(name: str, groups: Groups) -> str:
 
 
 class Rates:
-    """Looks up the hyperparameters of the outer optimizer, round by round.
+    """The hyperparameters of the outer optimizer in each round.
 
-    They are looked up rather than stepped through, because the fragments of a round take their
-    steps one after the other.
+    The hyperparameters are looked up by round, because the fragments of a round take their outer
+    steps at different times.
 
     Attributes:
-        described: A text that is the same on all ranks if and only if the first rounds of the
-            schedule are.
-        highest: The highest rate of these rounds; infinite if there are no rates.
+        described: A description that is equal on all ranks if and only if the first rounds of their
+            schedules are equal.
+        highest: The highest learning rate of these rounds, or infinity if the optimizer has no
+            learning rate.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -548,8 +530,9 @@ class Rates:
                 reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
-            # Some schedules end earlier, such as OneCycleLR; then only their rounds are compared.
-            # This happens once, at the start, because later only the background looks up rounds.
+            # For schedules that end earlier, such as OneCycleLR, only the existing rounds are
+            # compared. The comparison happens once at the start, because later only the background
+            # looks up rounds.
             with suppress(ValueError):
                 self.of(_COMPARED - 1)
             self.described = _described(self._scheduler, self._rounds[:_COMPARED])
@@ -558,7 +541,7 @@ class Rates:
         self.highest = max(rates, default=inf)
 
     def of(self, number: int) -> Groups:
-        """Returns the hyperparameters of every parameter group in a round, counted from 0."""
+        """Returns the hyperparameters of each parameter group in a round, counting from 0."""
         if self._scheduler is None:
             return self._rounds[0]
         while len(self._rounds) <= number:
@@ -566,16 +549,17 @@ class Rates:
                 self._scheduler.step()
             except Exception as error:
                 raise ValueError(
-                    f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)},"
-                    f" counted from 0: {error}. Give the {type(self._scheduler).__name__} as many"
-                    " rounds as you train, or choose one without an end."
+                    "outer_optimizer.lr_schedule has no learning rate for round"
+                    f" {len(self._rounds)}, counting from 0: {error}. Configure the"
+                    f" {type(self._scheduler).__name__} for the full number of rounds, or choose"
+                    " a scheduler without an end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
 
 
 class _Carrier(Optimizer):
-    """An optimizer with the hyperparameters of another one, which a scheduler changes."""
+    """A stand-in for the outer optimizer whose hyperparameters a scheduler changes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
@@ -586,7 +570,7 @@ class _Carrier(Optimizer):
 
 
 def _copied(optimizer: Optimizer) -> Groups:
-    """Copies the hyperparameters of all parameter groups. A scheduler changes tensors in place."""
+    """Copies the hyperparameters of all parameter groups, which a scheduler may change in place."""
     groups = Groups()
     for group in optimizer.param_groups:
         copied = dict(group)
@@ -599,8 +583,8 @@ def _copied(optimizer: Optimizer) -> Groups:
 
 
 def _described(scheduler: LRScheduler, rounds: Sequence[Groups]) -> str:
-    """Describes a schedule by its first rates, and by a digest of the numbers that torch's
-    schedulers change.
+    """Describes a schedule by its first learning rates and a digest of the hyperparameters it
+    changes.
     """
     numbers = [list(map(_scheduled_numbers, groups)) for groups in rounds]
     seal = hashlib.sha256(repr(numbers).encode()).hexdigest()[:8]
@@ -621,16 +605,16 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
         scheduler = make(carrier)
     except Exception as error:
         raise ValueError(
-            "outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer:"
-            f" {error}. It is called with only the optimizer and must return a torch scheduler;"
-            " bind its other arguments with functools.partial."
+            "outer_optimizer.lr_schedule could not create a scheduler for the outer optimizer:"
+            f" {error}. The callable receives only the optimizer and must return a torch"
+            " scheduler. Bind other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise _unusable(scheduler, "needs a metric, which an outer step does not have")
     if scheduler.optimizer is not carrier:
-        raise _unusable(scheduler, "schedules another optimizer than the one it was given")
+        raise _unusable(scheduler, "schedules a different optimizer from the one that it received")
     # Schedulers warn if their optimizer has not stepped before them.
     carrier.step()
     return scheduler
@@ -638,7 +622,7 @@ def _scheduler_from(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
 
 def _unusable(scheduler: object, reason: str) -> ValueError:
     return ValueError(
-        f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a"
-        " callable from an optimizer to a scheduler that counts rounds:"
-        " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
+        f"outer_optimizer.lr_schedule returned a {type(scheduler).__name__}, which {reason}."
+        " Pass a callable that takes an optimizer and returns a scheduler that counts rounds,"
+        " such as functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50)."
     )

@@ -1,18 +1,18 @@
-"""The outer view: the outer model, or a mean of the groups, instead of the local one.
+"""Temporarily replaces the local model with the outer model or with a mean of the groups.
 
-[Note: a copy is put aside] While the outer model is shown, a separate copy contains the local
-values, on the host if outer state is there. Two approaches would need no copy, but neither is
-possible:
+[Note: a copy is put aside] While the outer model is shown, the local values are kept in a separate
+copy, which is on the host if outer state is offloaded. Two approaches would avoid this copy, but
+neither is possible:
 
-- Exchange the contents, so that the local values take the memory of the outer ones. But a tensor of
-  the outer state is never modified. The background reads it for a flight that launched before the
-  validation. A checkpoint that another thread is still writing contains it, and so does a
-  checkpoint that is saved while the outer model is shown.
-- Let the parameters refer to the outer values. But code that refers to the memory of a parameter
-  would continue with the local one: flattened and tied weights, a compiled or captured graph, an
-  optimizer that keeps views. Code that swaps weights during a validation, such as an average, would
-  write into the model and thus into the outer state. With sharded or bfloat16 parameters, or with
-  outer state on the host, there is no tensor to refer to.
+- Swap the contents, so that the local values use the memory of the outer values. This would modify
+    tensors of the outer state, which other code still reads. The background reads these tensors for
+    flights that launched before validation. Checkpoints also read these tensors, either in another
+    thread or while the outer model is shown.
+- Let the parameters refer to the outer values. However, code that refers to a parameter's memory
+    would still use the local values. Examples are flattened or tied weights, compiled or captured
+    graphs, and optimizers that keep views. Code that swaps weights during validation, such as
+    weight averaging, would overwrite the outer state. With sharded or bfloat16 parameters, or with
+    offloaded outer state, there is no tensor to refer to.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,25 +31,23 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class GroupMean(NamedTuple):
-    """The plain mean of the local values of all groups; see `StreamingDiLoCo.group_mean`."""
+    """The plain mean of all groups' local values; see `StreamingDiLoCo.group_mean`."""
 
     gathered: list[Tensor]
     untrained: Sequence[Mapping[int, Tensor]]
     own: Mapping[str, Tensor]
-    """The untrained state that the first group keeps, where this rank has other values."""
+    """The first group's own untrained state, where its values differ from this rank's values."""
 
 
 class LocalValues(NamedTuple):
-    """The values of the model that differ between groups: parameters in order, and untrained state
-    by name.
-    """
+    """The local values of the model, with parameters in order and untrained state by name."""
 
     parameters: list[Tensor]
     untrained: dict[str, Tensor]
 
 
 class OuterView:
-    """Shows outer parameters and untrained state in the model, and restores the local values."""
+    """A view that writes outer values into the model and restores the local values afterwards."""
 
     def __init__(
         self,
@@ -65,25 +63,25 @@ class OuterView:
         self._in_group = topology.in_group
         self._storage = storage
         self._copies = copies
-        # The local values, while the model shows others.
+        # The local values while the model shows other values.
         self._stash: LocalValues | None = None
         # Digests of the values that were written into the model, by name.
         self._shown: dict[str, int] = {}
         # Parameters that keep their values when the local values are restored.
         self._kept = set[str]()
-        # Untrained state from before the end of training, once that has begun.
+        # Untrained state from before the end of training, which is set when the end begins.
         self._kept_untrained: dict[str, Tensor] | None = None
         self.has_ended = False
 
     @property
     def is_shown(self) -> bool:
-        """True while the model shows values other than the local ones, which are set aside."""
+        """Whether the model shows other values while the local values are set aside."""
         return self._stash is not None
 
     @property
     def own_moved(self) -> bool:
-        """True once code has changed state that groups keep, such as a frozen teacher; the same in
-        all groups.
+        """Whether code in any group has changed state that each group keeps, such as a frozen
+        teacher.
         """
         return any(fragment.untrained.own_moved for fragment in self._fragments)
 
@@ -95,9 +93,7 @@ class OuterView:
         *,
         watches: bool = False,
     ) -> Iterator[None]:
-        """Shows a model in a ``with`` block; see `show`. The outermost of nested blocks chooses the
-        model, and restores the local one.
-        """
+        """Shows a model inside a ``with`` block; see `show`. Nested blocks have no effect."""
         was_shown = self.is_shown
         self.show(mean, own, watches=watches)
         try:
@@ -114,13 +110,15 @@ class OuterView:
         *,
         watches: bool = False,
     ) -> None:
-        """Sets the local values aside, and writes a mean or the outer values into the model.
-        Writing the outer values is an in-group collective.
+        """Sets the local values aside and writes a mean or the outer values into the model.
+        In-group collective unless a mean is passed.
 
         Args:
-            mean: The mean to show; None for the outer values.
-            own: The values to show for the state that groups keep; by default, those of the mean.
-            watches: Whether `rewritten` will be called: all parameters are read twice.
+            mean: The mean to show. By default, the outer values are shown.
+            own: The values to show for the state that each group keeps. By default, the values of
+                the mean are shown.
+            watches: Whether `rewritten` will be called, which requires reading all parameters
+                twice.
         """
         if self._stash is not None or self.has_ended:
             return
@@ -139,9 +137,7 @@ class OuterView:
             self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the digests of the parameters that code has overwritten since they were shown, by
-        name.
-        """
+        """Returns a digest by name for each parameter that code has overwritten since it was shown."""
         if self._stash is None:
             return {}
         digests = self._digests_of_parameters()
@@ -149,8 +145,8 @@ class OuterView:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Restores the local values. Untrained state that code has overwritten since then keeps its
-        values.
+        """Restores the local values, except for untrained state that code has overwritten in the
+        meantime.
         """
         if self._stash is None:
             return
@@ -169,8 +165,8 @@ class OuterView:
 
     @torch.no_grad()
     def keep(self, names: Collection[str]) -> None:
-        """Makes the present values of some parameters the local ones permanently, even while the
-        outer model is shown.
+        """Makes the current values of some parameters the new local values, even while the outer
+        model is shown.
         """
         if self._stash is None:
             self._renew_copies(names)
@@ -182,14 +178,14 @@ class OuterView:
         self._kept |= set(names)
 
     def keep_untrained(self) -> None:
-        """Makes the present untrained state that is exchanged the local one permanently."""
+        """Makes the current values of exchanged untrained state the new local values."""
         if self._stash is not None:
             for fragment in self._fragments:
                 for name in fragment.untrained.names:
                     self._stash.untrained.pop(name, None)
 
     def _renew_copies(self, names: Collection[str]) -> None:
-        """Copies the present values of some parameters into the copies of inner optimizers."""
+        """Updates the inner optimizers' copies of some parameters."""
         for fragment in self._fragments:
             fragment.layout.renew_copies(names)
 
@@ -201,14 +197,14 @@ class OuterView:
         return digests
 
     def _digests_of_untrained(self) -> dict[str, int]:
-        """Returns digests of the present values of the untrained state that has been set aside."""
+        """Returns digests of the current values of all untrained state that has been set aside."""
         assert self._stash is not None, "another model is shown"
         return {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Restores the local values inside a ``with`` block if the model shows others, and then
-        shows those again.
+        """Restores the local values inside a ``with`` block and then shows the previous values
+        again.
         """
         if self._stash is None:
             yield
@@ -225,7 +221,7 @@ class OuterView:
 
     @torch.no_grad()
     def write_outer(self, *, stays: bool = False) -> None:
-        """Overwrites the local values with the outer ones, permanently if ``stays`` is true.
+        """Overwrites the local values with the outer values, permanently if ``stays`` is True.
         In-group collective.
         """
         reshard(self._model)
@@ -233,8 +229,8 @@ class OuterView:
             fragment.write_outer(self._in_group, stays=stays)
 
     def begin_end(self, *, keeps_parameters: bool) -> None:
-        """Keeps untrained state for a longer run, and parameters, unless fragments keep them before
-        they are overwritten.
+        """Stores the untrained state for a longer run and, if ``keeps_parameters`` is True, the
+        local parameters.
         """
         self._kept_untrained = self._local_untrained()
         if keeps_parameters:
@@ -243,8 +239,8 @@ class OuterView:
 
     @torch.no_grad()
     def end(self, *, is_written: bool) -> None:
-        """Leaves the outer values in the model, and writes them unless flights have written them.
-        In-group collective.
+        """Makes the outer values permanent in the model, after writing them unless ``is_written``
+        is True. In-group collective.
         """
         reshard(self._model)
         if not is_written:
@@ -255,10 +251,10 @@ class OuterView:
 
     @torch.no_grad()
     def keep_outer(self) -> None:
-        """Copies the outer parameters for `named`, because the model may change after the end of
-        training.
+        """Copies the outer parameters for `named`, because the model may change after training has
+        ended.
 
-        This takes 4 bytes for each parameter that this rank has in at least float32.
+        The copy needs 4 bytes for each value that this rank stores with at least float32 precision.
         """
         for fragment in self._fragments:
             if fragment.final is None:
@@ -266,7 +262,7 @@ class OuterView:
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name, in the parameters' shapes."""
+        """Returns a host copy of the outer parameters by name, with the shapes of the parameters."""
         named: dict[str, Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             if mean is not None:
@@ -280,22 +276,22 @@ class OuterView:
         return named
 
     def local_values(self) -> dict[str, Any]:
-        """Returns `LocalValues` on the host, as a plain dictionary. Do not modify it."""
+        """Returns `LocalValues` on the host as a plain dictionary, which must not be modified."""
         parameters = list[Tensor]()
         if self._stash is None:
             reshard(self._model)
             for fragment in self._fragments:
                 parameters += fragment.local_values()
             return {"parameters": parameters, "untrained": self._local_untrained()}
-        # Values that have been set aside are never modified.
+        # Values that are set aside are never modified.
         parameters += [tensor.to("cpu") for tensor in self._stash.parameters]
         untrained = {place.name: place.values.to("cpu", copy=True) for place in self._changed_own()}
         untrained |= {name: tensor.to("cpu") for name, tensor in self._stash.untrained.items()}
         return {"parameters": parameters, "untrained": untrained}
 
     def _local_untrained(self) -> dict[str, Tensor]:
-        """Copies the untrained state of this rank; after the end of training, its values from
-        before.
+        """Copies this rank's untrained state. After training has ended, returns the state from
+        before the end.
         """
         if self._kept_untrained is not None:
             return self._kept_untrained
@@ -303,7 +299,7 @@ class OuterView:
         return {place.name: place.values.to("cpu", copy=True) for place in places}
 
     def _changed_own(self) -> list[Place]:
-        """Returns the places of the frozen parameters that code has changed."""
+        """Returns the places of all frozen parameters that code has changed."""
         changed = list[Place]()
         for fragment in self._fragments:
             changed += fragment.untrained.own.changed()
@@ -311,7 +307,7 @@ class OuterView:
 
     @torch.no_grad()
     def load_local(self, values: LocalValues) -> None:
-        """Overwrites the local values with others."""
+        """Overwrites the local values with the given values."""
         for parameter, saved in zip(self._parameters(), values.parameters, strict=True):
             parameter.copy_(saved)
         self.write_untrained(values.untrained)
@@ -321,16 +317,14 @@ class OuterView:
         return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
 
     def _overwritten_places(self) -> list[Place]:
-        """Returns the places of all buffers and of the frozen parameters that are exchanged, which
-        outer values overwrite.
-        """
+        """Returns the places of all buffers and of all exchanged frozen parameters."""
         places = buffer_places(self._model)
         for fragment in self._fragments:
             places += fragment.untrained.frozen_places
         return places
 
     def _places(self, names: Mapping[str, Any]) -> list[Place]:
-        """Returns the places of untrained state with these names."""
+        """Returns the places of the untrained state with the given names."""
         places = list[Place]()
         for fragment in self._fragments:
             places += fragment.untrained.own.places
@@ -339,8 +333,8 @@ class OuterView:
         return [by_name[name] for name in names if name in by_name]
 
     def _put_aside(self, shown: Mapping[str, Tensor]) -> LocalValues:
-        """Copies all values that will be overwritten, and all buffers, because a forward pass may
-        write to them.
+        """Copies all values that will be overwritten, and all buffers because a forward pass may
+        change them.
         """
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
         untrained = dict[str, Tensor]()
@@ -350,10 +344,11 @@ class OuterView:
         return LocalValues(parameters, untrained)
 
     def first_own(self) -> dict[str, Tensor]:
-        """Returns the untrained state that the first group keeps, by name, where this rank has
-        other values.
+        """Returns the first group's own untrained state by name, where its values differ from this
+        rank's values.
 
-        All ranks must call it. Passed to `show`, it lets all groups show one consistent state.
+        All ranks must call this method. If every group passes the result to `show`, all groups show
+        the same untrained state.
         """
         states = [fragment.untrained for fragment in self._fragments]
         values = first_own(states, self._topology)
@@ -363,6 +358,6 @@ class OuterView:
 
     @torch.no_grad()
     def write_untrained(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites untrained state, by name."""
+        """Overwrites the untrained state with the given names."""
         for place in self._places(values):
             place.write(values[place.name])

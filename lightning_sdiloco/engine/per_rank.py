@@ -1,14 +1,14 @@
-"""The state of a rank that the engine does not train: entries that differ from rank 0's, and extra
-state of modules.
+"""Collects the state of a rank outside the engine, including the extra state of modules.
 
-[Note: entries of a rank] The checkpoint file contains the state of rank 0: schedulers, callbacks,
-loops, and anything else that a user saves. The file of another rank contains the entries in which
-that rank differs, so nothing is stored twice. Rank 0 sends the digests of its entries, and every
-other rank compares them with its own digests. An entry is a leaf of nested dictionaries.
+[Note: entries of a rank] The checkpoint file contains the state of rank 0, such as schedulers,
+callbacks, loops and anything else that a user saves. To avoid storing anything twice, the file of
+any other rank contains only the entries that differ from rank 0's entries. Rank 0 sends the digests
+of its entries, and every other rank compares them with the digests of its own entries. An entry is
+a leaf of nested dictionaries.
 
-Tensors, numbers, strings, and lists, tuples and dictionaries of them are stored unchanged. They can
-always be read with ``weights_only=True``. Any other object is packed: it becomes bytes, which only
-a reader chosen by the caller turns back into an object.
+Tensors, numbers, strings, and their lists, tuples and dictionaries are stored unchanged. Such
+entries can always be read with ``weights_only=True``. Any other object is packed into bytes, which
+only a reader chosen by the caller can unpack.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.engine.shards import clean_name
 
 Place = tuple[str | int, ...]
-"""The keys that lead to an entry, starting at the outermost dictionary."""
+"""The path of keys to an entry, starting at the outermost dictionary."""
 
 Leaf = Any
-"""An object of any type, from a user or from torch."""
+"""Any object from a user or from torch."""
 
 Tree = dict[Any, Leaf]
 """Nested dictionaries whose leaves are entries."""
 
 Read = Callable[[io.BytesIO], object]
-"""Turns the bytes of a packed object into the object, or raises."""
+"""A function that unpacks an object or raises an error."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 _DEEPEST = 8
-"""The largest depth of an entry in nested dictionaries. A dictionary at this depth is an entry."""
+"""The maximum depth of entries in nested dictionaries. A dictionary at this depth is an entry."""
 
 
 class Entries(NamedTuple):
@@ -48,14 +48,14 @@ class Entries(NamedTuple):
     plain: list[tuple[Place, object]]
     packed: list[tuple[Place, Tensor]]
     missing: list[Place]
-    """The entries of rank 0 that this rank lacks."""
+    """The entries that rank 0 has but this rank does not."""
     failures: list[str]
-    """The entries that could not be pickled, with the reasons."""
+    """The entries that could not be pickled, each with the reason."""
 
 
 def differing_from_first(tree: Tree, world: Communicator) -> Entries:
-    """Returns the entries in which this rank differs from rank 0; none on rank 0. All ranks must
-    call it.
+    """Returns the entries of this rank that differ from rank 0's entries. All ranks must call this
+    function.
     """
     # All ranks compute digests at the same time.
     digests = _digests(tree, _DEEPEST)
@@ -78,10 +78,10 @@ def entries_of(tree: Tree) -> Entries:
 def put(
     entries: Mapping[str, Leaf], tree: Tree, read: Read, without: Collection[str] = ()
 ) -> list[str]:
-    """Puts the entries of a rank into the state of rank 0, except those under some of the outermost
-    keys.
+    """Inserts the entries of a rank into rank 0's state, except for entries under the keys in
+    ``without``.
 
-    Returns the entries that cannot be read, with the reasons.
+    Returns the entries that cannot be read, each with the reason.
     """
     failures = list[str]()
     for place in entries["missing"]:
@@ -110,9 +110,7 @@ def read_safely(packed: io.BytesIO) -> object:
 
 
 def extra_state(model: nn.Module) -> Tree:
-    """Returns the entries of a model's ``state_dict`` that are neither parameters nor buffers, such
-    as extra state.
-    """
+    """Returns the entries of a model's ``state_dict`` that are neither parameters nor buffers."""
     state: Tree = nn.Module.state_dict(model, keep_vars=True)
     names = set[str]()
     tensors = set[int]()
@@ -127,7 +125,7 @@ def extra_state(model: nn.Module) -> Tree:
 
 
 def load_extra_state(model: nn.Module, extra: Mapping[str, object]) -> None:
-    """Restores the entries that `extra_state` returned, and nothing else."""
+    """Restores only the entries that `extra_state` returned."""
     if not extra:
         return
     current: Tree = nn.Module.state_dict(model, keep_vars=True)
@@ -139,7 +137,7 @@ def load_extra_state(model: nn.Module, extra: Mapping[str, object]) -> None:
         if isinstance(value, Tensor) and isinstance(present, Tensor):
             value = value.to(present.device)
         state[name] = value
-    # Modules read their version there.
+    # Modules read their version from the metadata.
     state._metadata = getattr(current, "_metadata", {})  # type: ignore[attr-defined]
     nn.Module.load_state_dict(model, state, strict=False)
 
@@ -155,7 +153,7 @@ def _copied(value: object) -> object:
     try:
         return deepcopy(value)
     except Exception:
-        # Some objects cannot be copied. The save shows whether they can be saved.
+        # Some objects cannot be copied but may still be saved.
         return value
 
 
@@ -167,7 +165,7 @@ def _is_tree(value: object) -> TypeGuard[Tree]:
 
 
 def _digests(value: object, depth: int) -> Leaf:
-    """Returns nested dictionaries with the digest of each entry."""
+    """Returns nested dictionaries that contain the digest of each entry."""
     if depth and _is_tree(value):
         return {key: _digests(entry, depth - 1) for key, entry in value.items()}
     return _digest(value)
@@ -180,14 +178,14 @@ def _collect(
     root: Place,
     entries: Entries,
 ) -> None:
-    """Collects the entries of a tree whose digests differ from rank 0's.
+    """Collects the entries of a tree whose digests differ from rank 0's digests.
 
     Args:
-        tree: The tree, which may be inside a larger one.
-        digests: Its digests.
+        tree: The tree, which may be part of a larger tree.
+        digests: The digests of the tree.
         first_digests: The digests of rank 0's tree.
-        root: The keys that lead to the tree.
-        entries: The collection.
+        root: The path of keys to the tree.
+        entries: The collection to which entries are added.
     """
     entries.missing.extend((*root, key) for key in first_digests.keys() - digests.keys())
     for key, digest in digests.items():
@@ -220,7 +218,7 @@ def _is_plain(value: Leaf) -> bool:
 
 
 def _is_ordinary(value: Leaf) -> bool:
-    """Returns whether an object is a tensor of the most common kind."""
+    """Returns whether an object is an ordinary dense tensor."""
     is_tensor = type(value) in (Tensor, nn.Parameter)
     return (
         is_tensor
@@ -231,9 +229,7 @@ def _is_ordinary(value: Leaf) -> bool:
 
 
 def _digest(value: object) -> bytes | None:
-    """Returns a digest of an object, which is the same for equal objects of the usual kinds; None
-    if the object cannot be pickled.
-    """
+    """Returns a digest of an object, or None if the object cannot be pickled."""
     seal = hashlib.sha256()
     try:
         _add_to(seal, value)
@@ -271,7 +267,7 @@ def _packed(value: object) -> Tensor:
 
 
 def _dictionary_of(place: Place, tree: Tree) -> Tree:
-    """Returns the dictionary in a tree that contains an entry."""
+    """Returns the dictionary that contains an entry of a tree."""
     for key in place[:-1]:
         if not isinstance(tree.get(key), dict):
             tree[key] = {}

@@ -1,7 +1,7 @@
-"""A recut divides the model again after parameters were frozen, became trainable or were replaced.
+"""Divides a model again (a *recut*) after parameters were frozen, unfrozen or replaced.
 
-Outer state is carried over from the former fragments by the names of tensors. All groups do the
-same: a parameter that one rank has replaced is new on all ranks.
+Outer state is transferred from the previous fragments by tensor name. All ranks treat tensors
+alike, so a parameter that was replaced on any rank is new on all ranks.
 """
 
 import logging
@@ -22,15 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class Recut(NamedTuple):
-    """The tensors of a model that is about to be divided again, while nothing is in flight.
+    """The tensors of a model that is about to be divided again while no flights are in progress.
 
     Attributes:
         fragments: The new fragments.
-        outer: The outer state of tensors that remain, by the new names.
-        frozen: The outer parameters that are no longer trainable, by the former names.
-        known: The parameters and the untrained state that remain.
-        new: Tensors that did not exist or had another shape; all groups take those of the first
-            group.
+        outer: The outer state of remaining tensors by their new names.
+        frozen: The outer parameters that are no longer trainable, by their previous names.
+        known: The remaining parameters and untrained state.
+        new: The new or reshaped tensors, which all groups take from the first group.
     """
 
     fragments: tuple[Fragment, ...]
@@ -41,14 +40,12 @@ class Recut(NamedTuple):
 
     @property
     def needs_mean(self) -> bool:
-        """Whether the mean of the groups is needed, because some frozen parameters never landed and
-        never will.
-        """
+        """Whether the mean of the groups is needed for frozen parameters that have never landed."""
         return not all(parameter.rounds for parameter in self.frozen.values())
 
     def with_mean(self, trained: Mapping[str, Tensor]) -> "Recut":
-        """Returns the recut, given the mean of the groups. Frozen parameters that never landed take
-        their values from it, because their outer values are untrained.
+        """Replaces the untrained outer values of frozen parameters that have never landed with the
+        mean of the groups.
         """
         frozen = dict(self.frozen)
         for name, parameter in self.frozen.items():
@@ -58,15 +55,11 @@ class Recut(NamedTuple):
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of tensors that are new and of those that were frozen on this rank, for
-        `agreed`.
-        """
+        """The names of all new tensors and of all newly frozen tensors on this rank."""
         return list(self.new), list(self.frozen)
 
     def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
-        """Returns the recut of all ranks, given the `names` of each: a parameter that one rank has
-        replaced is new on all ranks.
-        """
+        """Combines the `names` of all ranks into a recut that is the same on all ranks."""
         new = set[str]().union(*(new_names for new_names, _ in names))
         frozen_everywhere = set.intersection(*(set(frozen_names) for _, frozen_names in names))
         tensors = self.known | self.new
@@ -76,7 +69,7 @@ class Recut(NamedTuple):
                 untrained=_without(new, self.outer.untrained),
             ),
             frozen={name: p for name, p in self.frozen.items() if name in frozen_everywhere},
-            # In an order that is the same on ranks that have replaced different parameters.
+            # The names are sorted, because ranks may have replaced different parameters.
             new={name: tensors[name] for name in sorted(new)},
         )
 
@@ -88,8 +81,8 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Divides outer state into that of tensors that remain, that were frozen, and that are
-        gone.
+        """Sorts the tensors of a model and their outer state into remaining, new and frozen
+        tensors.
         """
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
         trained = _divide_parameters(cut_model, outer)
@@ -104,12 +97,13 @@ class Recut(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The tensors of a model that is divided again, by their new names, without frozen ones.
+    """The tensors of a model that is divided again, listed by their new names without frozen
+    parameters.
 
     Attributes:
-        outer: The outer state of tensors that remain.
-        known: The tensors that remain.
-        new: The tensors that did not exist, or had another shape.
+        outer: The outer state of the remaining tensors.
+        known: The remaining tensors.
+        new: The new or reshaped tensors.
     """
 
     outer: dict[str, Any]
@@ -138,7 +132,7 @@ def _divide_untrained(
         former_kinds |= fragment.untrained.kinds_by_name()
     kinds = kinds_of(cut_model.model, settings.untrained or {}, former_kinds)
     for place, kind in kinds.items():
-        # Code may replace the tensors of buffers, so their modules identify them.
+        # Code may replace the tensors of buffers, so buffers are identified by their modules.
         former_name = cut_model.former_place(place.name)
         values = outer.untrained.get(former_name)
         if values is not None and values.shape == place.tensor.shape:
@@ -167,7 +161,8 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
             " New tensors start from the values of the first worker group, without outer momentum."
         )
     _log.warning(
-        "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
+        "The model is divided again into %d fragments, and rounds %s. Since the last division,"
+        " %s.%s",
         len(recut.fragments),
         "restart" if restarts else "continue",
         changes or "names or dtypes have changed",
@@ -178,8 +173,8 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
 def follow_in_optimizers(
     recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
 ) -> None:
-    """Drops gradients and optimizer state of another shape, and warns of new parameters without an
-    optimizer.
+    """Discards gradients and optimizer state of reshaped parameters, and warns about new parameters
+    without an optimizer.
     """
     stepped, trained = _parameters_of(optimizers)
     unstepped = list[str]()
@@ -188,8 +183,8 @@ def follow_in_optimizers(
             continue
         former = cut_model.former_parameter(name)
         if former is not tensor:
-            # There may be no optimizer that stepped the former parameter, such as a copy in another
-            # submodule.
+            # If no optimizer trained the previous parameter, the new parameter needs no optimizer
+            # either.
             should_train = former is None or id(former) in trained
             if should_train and id(tensor) not in stepped:
                 unstepped.append(name)
@@ -199,27 +194,27 @@ def follow_in_optimizers(
                 optimizer.state.pop(tensor, None)
     if optimizers and unstepped and says:
         _log.warning(
-            "No inner optimizer steps %d of the new parameters, such as %r: they do not train. Give"
-            " them to one with add_param_group, or make a new optimizer, before the model is cut"
-            " again.",
+            "No inner optimizer trains %d of the new parameters, such as %r. Add them to an"
+            " optimizer with add_param_group, or create a new optimizer, before the model is"
+            " divided again.",
             len(unstepped),
             unstepped[0],
         )
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
-    """Returns the ids of the parameters that optimizers have, and of those that they have
+    """Returns the ids of all parameters of the optimizers and of all parameters that they have
     trained.
     """
     stepped = set[int]()
     trained = set[int]()
     for optimizer in optimizers:
         held = set[int]()
-        # Lightning takes anything that has the methods of an optimizer.
+        # Lightning accepts any object that has the methods of an optimizer.
         for group in getattr(optimizer, "param_groups", ()):
             held |= set(map(id, group["params"]))
         stepped |= held
-        # A parameter that never has a gradient gets no state, while other parameters do.
+        # A parameter that never has a gradient has no state, unlike other parameters.
         with_state = set(map(id, getattr(optimizer, "state", ())))
         trained |= held & with_state if with_state else held
     return stepped, trained

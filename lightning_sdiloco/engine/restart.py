@@ -1,7 +1,8 @@
-"""Restarts rounds from a checkpoint with other groups, ranks or settings.
+"""Restarts rounds from a checkpoint with different groups, ranks or settings.
 
-The files of all ranks are joined into outer state by name, so that other groups, shards and
-fragments can start from it. The checkpoint's flights land first if all groups have their files.
+The outer state in the files of all ranks is combined by name, so that a run with any groups, shards
+and fragments can start from it. If the files of all groups are available, the checkpoint's flights
+land first.
 """
 
 from collections.abc import Sequence
@@ -24,17 +25,16 @@ from lightning_sdiloco.engine.start import NamedOuter
 from lightning_sdiloco.engine.untrained import Kind, new_outer
 
 State = dict[str, Any]
-"""Plain values and tensors that are saved, such as the file of a rank or an engine's
-`StreamingDiLoCo.state_dict`."""
+"""Saved plain values and tensors, such as a rank's file or a `StreamingDiLoCo.state_dict`."""
 
 
 class Restart(NamedTuple):
     """The state from which rounds restart.
 
     Attributes:
-        parameters: Outer parameters and the state of their optimizer, by name.
-        untrained: The outer values of untrained state, by name.
-        counts: The counters that continue.
+        parameters: Outer parameters and their optimizer state by name.
+        untrained: The outer values of untrained state by name.
+        counts: The counters from which the new run continues.
         weighed: The state of the weighing.
     """
 
@@ -45,16 +45,14 @@ class Restart(NamedTuple):
 
     @staticmethod
     def of(arrived: Sequence[Any]) -> "Restart":
-        """Returns the restart that another rank sent as plain tuples."""
+        """Rebuilds a restart that another rank sent as plain tuples."""
         parameters, untrained, counts, weighed = arrived
         parameters = {name: OuterParameter(*fields) for name, fields in parameters.items()}
         return Restart(parameters, untrained, counts, Weighed(*weighed))
 
     @torch.no_grad()
     def begin(self, rounds: Rounds, history: History) -> None:
-        """Begins the rounds of an engine from this state, with any groups and fragments. All ranks
-        must call it.
-        """
+        """Starts the rounds of an engine from this state. All ranks must call this method."""
         history.counts = Counts(**self.counts)
         landed = {
             name: parameter for name, parameter in self.parameters.items() if parameter.rounds
@@ -65,15 +63,15 @@ class Restart(NamedTuple):
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    """Joins the states of all ranks, and lands their flights if possible.
+    """Combines the states of all ranks and lands their flights if possible.
 
     Args:
-        groups: The state of each rank, by group; None where a file is missing.
-        settings: The settings of the new run; None if its outer optimizer differs, so that it can
-            neither read the former state nor land the flights.
+        groups: The state of each rank by group, with None for each missing file.
+        settings: The settings of the new run. Pass None if the new run has a different outer
+            optimizer, which can neither read the saved state nor land the flights.
 
     Raises:
-        ValueError: If no group has the states of all its ranks.
+        ValueError: If no group has the states of all of its ranks.
     """
     complete_groups = _complete(groups)
     ranks = complete_groups[0]
@@ -105,7 +103,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
 
 
 def _complete(groups: Sequence[Sequence[State | None]]) -> list[list[State]]:
-    """Returns the groups that have the states of all their ranks."""
+    """Returns all groups that have the states of all of their ranks."""
     complete_groups = list[list[State]]()
     for group in groups:
         states = [state for state in group if state is not None]
@@ -113,17 +111,15 @@ def _complete(groups: Sequence[Sequence[State | None]]) -> list[list[State]]:
             complete_groups.append(states)
     if not complete_groups:
         raise ValueError(
-            "No worker group has the files of all its ranks, so the outer parameters cannot be"
-            " restored. Restore the missing files, or start a new fit from the weights of the"
-            " checkpoint."
+            "The outer parameters cannot be restored, because no worker group has the files of"
+            " all of its ranks. Restore the missing files, or start a new fit from the"
+            " checkpoint's weights."
         )
     return complete_groups
 
 
 def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
-    """Returns the state of the weighing, or the initial state if the settings have a different
-    weighing, which cannot read it.
-    """
+    """Returns the saved state of the weighing, or the initial state if the weighing has changed."""
     weighing = read_settings(state["settings"]).get("weighing")
     states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
     if settings is None:
@@ -134,9 +130,7 @@ def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
 
 
 def _mean_of(states: Sequence[State]) -> State:
-    """Returns the state of a rank with the mean of the groups' outer values, given the states of
-    the same rank in all groups.
-    """
+    """Averages the outer values of the same rank in all groups and returns the resulting state."""
     fragments = []
     for index, first in enumerate(states[0]["fragments"]):
         saved = [state["fragments"][index] for state in states]
@@ -153,7 +147,7 @@ def _mean_of(states: Sequence[State]) -> State:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Returns the mean of floating point tensors; of anything else, the first."""
+    """Returns the mean of floating-point tensors, or the first of any other values."""
     first = values[0]
     if isinstance(first, Tensor) and first.is_floating_point():
         return torch.stack(list(values)).mean(dim=0)
@@ -161,11 +155,11 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 class _OuterModel:
-    """The outer state of a saved run, in the fragments and shards in which it was saved.
+    """The outer state of a saved run with its original fragments and shards.
 
     Attributes:
-        shards: The outer state of each shard, by rank of the group and by fragment.
-        buffers: The outer values of untrained state, by fragment and name.
+        shards: The outer state of each shard, indexed by rank in the group and by fragment.
+        buffers: The outer values of untrained state by fragment and name.
     """
 
     def __init__(self, ranks: Sequence[State], *, reads_optimizer_state: bool) -> None:
@@ -183,7 +177,7 @@ class _OuterModel:
         return parameters
 
     def untrained(self) -> dict[str, Tensor]:
-        """Returns the buffers of the fragments that have landed."""
+        """Returns the outer buffers of all fragments that have landed."""
         untrained = dict[str, Tensor]()
         for buffers, outer_state in zip(self.buffers, self.shards[0], strict=True):
             if outer_state.rounds:
@@ -199,13 +193,13 @@ def _outer_states(rank: State, reads_optimizer_state: bool) -> list[OuterState]:
 
 
 class _SavedFlights:
-    """Lands the flights of a saved run as its groups would have landed them.
+    """The flights of a saved run, which land as they would have landed in that run.
 
     Args:
-        groups: The states of all ranks, by group.
+        groups: The states of all ranks by group.
         outer: The outer state, which landings change.
         weighed: The state of the weighing, which landings change.
-        settings: The settings with which the flights were launched.
+        settings: The settings that the flights were launched with.
     """
 
     def __init__(
@@ -232,7 +226,7 @@ class _SavedFlights:
             self._optimizers.append(outer_optimizer_for(settings, values))
 
     def land(self, index: int) -> bool:
-        """Lands a flight, and returns whether any group had sent a finite outer gradient."""
+        """Lands a flight and returns whether any group sent a finite outer gradient."""
         first_rank = self._groups[0][0]
         flight = first_rank["flights"][index]
         fragment = first_rank["fragments"][flight["fragment"]]
@@ -278,7 +272,7 @@ class _SavedFlights:
             )
 
     def _land_buffers(self, index: int, kinds: Sequence[str], count: Count) -> None:
-        """Renews the outer values of untrained state from the groups that count."""
+        """Updates the outer values of untrained state from all groups included in the mean."""
         flights = [self._groups[group][0]["flights"][index] for group in count.factors]
         buffers = self._outer.buffers[flights[0]["fragment"]]
         for position, name in enumerate(buffers):
@@ -293,7 +287,7 @@ def _new_outer(kind: Kind, sent: Sequence[Tensor], outer: Tensor, *, keeps_outer
 
 
 def _control(flight: State) -> Control:
-    """Returns the control vector of a rank, with the fields that matter for the landing."""
+    """Returns a rank's control vector with the fields that are needed for the landing."""
     gradient = flight["gradient"]
     return Control(
         fragment=flight["fragment"],

@@ -1,27 +1,28 @@
-"""Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an
-inner step.
+"""Launches and lands fragments after inner steps, as in Algorithm 2 of Streaming DiLoCo (arXiv
+2501.18512).
 
 `Rounds` is the loop for worker groups that are launched together. A federation has its own loop
-with the same methods, `Loop`; there, records determine what is due.
+with the same methods (see `Loop`), in which records determine which fragments are due.
 
-[Note: the mean of the groups] The end of training takes the plain mean of the local values, and an
-evaluation may also need it. All fragments then fly in float32 with all buffers, without the outer
-optimizer, error feedback or randomness. They go through the background, behind earlier flights, so
-all ranks send everything in the same order, and the groups notice if one of them is at a different
-point.
+[Note: the mean of the groups] The plain mean of the groups' local values is needed at the end of
+training and for some evaluations. To compute this mean, all fragments are launched in float32 with
+all buffers, without the outer optimizer, error feedback or randomness. The background processes
+these flights after all earlier flights. All ranks therefore send messages in the same order, and a
+group that is at a different point is detected.
 
-[Note: memory at the end] The end of training takes no more memory than its rounds, because it
-changes only the model and no records: a longer run would continue from the records. The gradients
-are freed first. Copies of the local parameters take their place, fragment by fragment, when the end
-first writes to them. For the mean, as many fragments are in flight at once as in a round, and
-values that are in the model are stored nowhere else.
+[Note: memory at the end] The end of training needs no more memory than a round. The end changes
+only the model and not the records, from which a longer run would continue. Gradients are freed
+first. The freed memory is then used for copies of the local parameters, which are made one fragment
+at a time before the parameters are overwritten. The mean uses no more simultaneous flights than a
+round does, and values in the model are not stored a second time.
 
-[Note: the dense beginning] The more groups train separately from the start, the more they lose:
-each takes large steps on the gradients of a small batch. In the first rounds, they therefore
-exchange every few inner steps, in the background as always. The inner step of a launch determines
-whether it belongs to these rounds; in a federation, the round of the record does. Rounds that
-restart continue with the rest of the dense beginning. The outer state counts all these rounds as
-one, the first of an ``lr_schedule``, so a record needs nothing more to resume or to be passed on.
+[Note: the dense beginning] If many groups train separately from the start, the loss suffers,
+because each group takes large steps on the gradients of a small batch. In the first rounds, groups
+can therefore exchange every few inner steps, which also happens in the background. The inner step
+of a launch determines whether the launch is part of the dense beginning. In a federation, the round
+of the record determines this. Rounds that restart complete the remaining part of the dense
+beginning. The outer state counts the whole dense beginning as one round, the first round of an
+``lr_schedule``, so records need no additional state.
 """
 
 import math
@@ -62,18 +63,18 @@ from lightning_sdiloco.engine.start import (
 
 Received = TypeVar("Received")
 
-# The clock remembers this many inner steps, and the link rate this many flights.
+# The numbers of inner steps and flights from which the step time and the link rate are computed.
 _REMEMBERED_STEPS = 16
 _REMEMBERED_FLIGHTS = 3
 
 
 class Loop(Protocol):
-    """Launches and lands fragments after inner steps, for all that train together; `Rounds` is one
+    """A loop that launches and lands fragments after inner steps; see `Rounds` for an
     implementation.
 
     Attributes:
-        requested: The requests that all ranks receive at this inner step without a launch.
-        is_over: Whether training has ended everywhere.
+        requested: The requests that all ranks receive at the current inner step without a launch.
+        is_over: Whether training has ended on all ranks.
     """
 
     @property
@@ -104,8 +105,8 @@ class Loop(Protocol):
 
 
 class RequestBits:
-    """This rank's requests to all groups, as up to 16 bits, which the `Landing` of the next launch
-    shows to all groups. Signal handlers may make requests at any time.
+    """This rank's requests to all groups, as up to 16 bits. The next launch sends the requests, and
+    all groups receive them in its `Landing`. Signal handlers may add requests at any time.
     """
 
     def __init__(self) -> None:
@@ -115,11 +116,11 @@ class RequestBits:
         self.bits |= bits
 
     def withdraw(self, bits: int) -> None:
-        """Withdraws requests that have not been launched yet."""
+        """Withdraws requests that no launch has sent yet."""
         self.bits &= ~bits
 
     def take(self) -> int:
-        """Returns and withdraws the requests that no launch has taken yet."""
+        """Returns and withdraws all requests that no launch has sent yet."""
         taken = self.bits
         # Requests that a signal handler adds in the meantime are kept.
         self.withdraw(taken)
@@ -145,39 +146,37 @@ class PendingFlight:
 
 
 class Federated(Protocol):
-    """A federation as the engine sees it. These ranks are one of its sites, whose loop follows its
-    rules.
-    """
+    """The interface of a federation for the engine of a site."""
 
     @property
     def site(self) -> str | None: ...
 
     def located(self) -> "Federated":
-        """Returns the federation as seen from this host, with the name of its site."""
+        """Returns the federation with the name of the site on this host."""
         ...
 
     def join(self, rounds: "Rounds", topology: Topology) -> Loop:
-        """Joins with a model that has been divided, and returns the loop."""
+        """Joins the federation with a divided model and returns the loop of the site."""
         ...
 
 
 class Rounds:
-    """Launches and lands the fragments of a model at the same inner steps in all worker groups,
-    without any communication about what is due.
+    """The loop for worker groups that are launched together. All groups launch and land fragments
+    at the same inner steps without communicating about the schedule.
 
     Attributes:
         fragmented_model: The model and the records of its fragments.
         requested_settings: The settings as requested, some of which may be ``"auto"``.
-        background: Runs the flights.
+        background: The background that runs the flights.
         link: The rate of this rank's link.
-        step_clock: Measures how long an inner step takes.
+        step_clock: The clock that measures the duration of inner steps.
         requests: The requests that this rank sends to all groups with its next launch.
-        flights: The flights that have not landed, in the order of their launches.
-        is_ending: Whether landings change only the model; see [Note: memory at the end]. Set by the
-            engine.
-        settings: The settings in effect. They are set when the model is divided, as is
-            ``timetable``.
-        timetable: Determines when fragments launch and land.
+        flights: The flights that have not landed yet, in the order of their launches.
+        is_ending: Whether landings change only the model and not the records; see [Note: memory at
+            the end]. The engine sets this attribute.
+        settings: The settings in effect. ``settings`` and ``timetable`` are set when the model is
+            divided.
+        timetable: The timetable, which determines when fragments launch and land.
     """
 
     settings: Settings
@@ -211,7 +210,7 @@ class Rounds:
         self._begin_at(0)
 
     def _take_cut(self, settings: Settings) -> None:
-        """Prepares to fly the fragments into which the model is divided."""
+        """Prepares flights for the current fragments of the model."""
         self.settings = settings
         self._route = None if settings.shares else settings.routing
         self._codec = settings.codec
@@ -220,12 +219,12 @@ class Rounds:
         )
 
     def _cut(self, settings: Settings) -> None:
-        """Divides the present model according to these settings."""
+        """Divides the current model according to the given settings."""
         self.fragmented_model.cut(cut(self.fragmented_model.model, settings).fragments, settings)
         self._take_cut(settings)
 
     def _begin_at(self, step: int) -> None:
-        # Flights of the previous rounds still arrive, but never land.
+        # Flights of the previous rounds complete but never land.
         self.flights = []
         dense = self.settings.dense_beginning
         dense_left = None if dense is None else dense.after(step)
@@ -235,15 +234,15 @@ class Rounds:
         )
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether landings report how closely the groups agree. All ranks must pass the same
-        value, before the first step.
+        """Sets whether landings report how closely the groups agree. All ranks must call this
+        method with the same value before the first step.
         """
         require_same_settings({"diagnostics": str(diagnoses)}, self._topology.world)
         self._diagnoses = diagnoses
         self._synchronizer.diagnoses = diagnoses
 
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
-        """Restarts the rounds from outer state that is given by name. In-group collective."""
+        """Restarts the rounds from outer state by name. In-group collective."""
         start_from(self.fragmented_model.fragments, outer, self._topology.in_group)
         self._weigh_as(weighed)
         self._begin_at(began_at)
@@ -256,15 +255,15 @@ class Rounds:
             fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
 
     def _weighed(self) -> Weighed:
-        """Returns the state of the weighing for all groups, for rounds that restart."""
+        """Returns the state of the weighing, from which rounds can restart."""
         fragments = self.fragmented_model.fragments
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in fragments}
         return Weighed(self.settings.weighing_text, self._topology.num_groups, states)
 
     @torch.no_grad()
     def choose(self, requested: Settings, step: int) -> None:
-        """Continues after an inner step as if these settings had applied from the start. All ranks
-        must call it before any launch is due.
+        """Continues as if the given settings had been used from the start. All ranks must call this
+        method before the first launch.
         """
         self._require_no_launch(step, requested)
         before = self.fragmented_model.fragments
@@ -277,8 +276,8 @@ class Rounds:
             fragment.weight = before[0].weight
 
     def _require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step by which a launch was due, or would
-        have been due with them.
+        """Refuses to change settings after the first launch was due with either the old or the new
+        settings.
         """
         steps = step - self.timetable.began_at
         first = self.timetable.schedule.first_launch
@@ -291,8 +290,8 @@ class Rounds:
 
     @torch.no_grad()
     def end_recut(self, recut: Recut, step: int) -> None:
-        """Adopts the new division on which all ranks have agreed; see `FragmentedModel.end_recut`.
-        Rounds restart after this inner step, unless the fragments are the same.
+        """Adopts the new fragments that all ranks have agreed on; see `FragmentedModel.end_recut`.
+        Unless the fragments are unchanged, rounds restart after this inner step.
         """
         weighed = self._weighed()
         partition = self.fragmented_model.partition
@@ -303,7 +302,7 @@ class Rounds:
             self._begin_at(step)
 
     def drop_flights(self) -> int:
-        """Waits for all flights, lands none of them, and returns their number."""
+        """Waits for all flights, discards them and returns their number."""
         dropped = len(self.flights)
         for flight in self.flights:
             flight.pending.result()
@@ -316,13 +315,13 @@ class Rounds:
         """Does nothing, because all groups start together."""
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step (line 4). All micro-batches have the same weight."""
+        """Adds the micro-batches of an inner step to the weight of each fragment (line 4)."""
         for fragment in self.fragmented_model.fragments:
             fragment.weight += micro_batches
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches the fragments that are due (lines 5 to 7), and returns their number."""
+        """Launches all fragments that are due (lines 5 to 7) and returns their number."""
         due = self.timetable.due(step)
         if not due:
             return 0
@@ -336,7 +335,7 @@ class Rounds:
         return len(due)
 
     def _launched(self, index: int, step: int, is_dense: bool) -> Launch:
-        """Reads everything that a fragment's flight carries in a round."""
+        """Reads the data for a fragment's flight in a round."""
         launch = self.fragmented_model.fragments[index].launch(
             step, self._deadline(), Purpose.ROUND, self.requests.take()
         )
@@ -348,7 +347,7 @@ class Rounds:
         return self.coded(launch)
 
     def coded(self, launch: Launch) -> Launch:
-        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        """Chooses the encoding of a launch based on this rank's own measurements."""
         schedule = self.timetable.schedule
         overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
         overlap_s = overlap_steps * (launch.step_time or math.nan)
@@ -356,8 +355,8 @@ class Rounds:
         return launch._replace(choice=choice)
 
     def _leg(self, step: int) -> Leg:
-        """Returns the groups with which this one exchanges in a round, including itself; () for
-        all.
+        """Returns the groups, including this group, that exchange with each other, or () for all
+        groups.
         """
         if self._route is None:
             return ()
@@ -369,8 +368,8 @@ class Rounds:
         return ()
 
     def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and
-        prefetches outer parameters for the next launches.
+        """Lands all flights that are due (lines 8 to 12) and prefetches outer parameters for the
+        next launches.
         """
         while self.flights and self.flights[0].lands_at <= step:
             yield self._landed(self.flights.pop(0), step)
@@ -385,7 +384,7 @@ class Rounds:
 
     def _flight_of(self, launch: Launch, began: float) -> PendingFlight:
         lands_at = self.timetable.lands_at(launch.step)
-        # The span ends before the background can begin.
+        # The span ends before the background can start.
         launch_span = began, time.perf_counter()
         pending = self.background.start(self._synchronizer.fly(launch))
         return PendingFlight(launch, pending, launch_span, lands_at)
@@ -408,8 +407,8 @@ class Rounds:
 
     @torch.no_grad()
     def _landed(self, flight: PendingFlight, step: int) -> Landing:
-        """Waits for a flight, commits its result (lines 9 to 11), and merges it into the model
-        (line 12).
+        """Waits for a flight, commits its result (lines 9 to 11) and merges the result into the
+        model (line 12).
         """
         with _recorded("sdiloco::land"):
             began = time.perf_counter()
@@ -446,20 +445,20 @@ class Rounds:
     def average_now(
         self, step: int, receive: Callable[[PendingFlight], Received], *, ends: bool = False
     ) -> Iterator[Received | None]:
-        """Flies all fragments, a few at a time, to take the plain mean of the local values.
+        """Launches all fragments, a few at a time, to compute the plain mean of the local values.
 
-        ``receive`` waits for a flight and handles its result. The value that it returns, or None,
-        is yielded after every launch, so that groups in one process can take turns. At the end of
-        training, flights also carry requests.
+        ``receive`` waits for a flight, handles its result and returns a value. After each launch,
+        either this value or None is yielded, so that groups in one process can take turns. At the
+        end of training, flights also send requests.
         """
         purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
         fragments = self.fragmented_model.fragments
-        # In float32, a flight takes four times the size of its fragment. So a quarter of the model
-        # is in flight at once, or at the end, no more than in a round.
+        # In float32, a flight needs four times the size of its fragment. Therefore, a quarter of
+        # the model is in flight at once or, at the end of training, no more than in a round.
         at_once = _most_in_flight(self.timetable.schedule) if ends else max(1, len(fragments) // 4)
-        # At the end, fragments that have just landed come first, because their local parameters
-        # have already been copied.
+        # At the end of training, fragments that have just landed come first, because their local
+        # parameters have already been copied.
         for fragment in sorted(fragments, key=lambda fragment: fragment.kept_local is None):
             received = receive(flights.pop(0)) if len(flights) >= at_once else None
             began = time.perf_counter()
@@ -482,13 +481,11 @@ class Rounds:
             yield self._landed(self.flights.pop(0), step)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Lands nothing, because all groups end together, and continue together with the same
-        flights.
-        """
+        """Lands nothing, because all groups stop together and later continue with the same flights."""
         return iter(())
 
     def close(self) -> None:
-        """Ends the background work; flights that have not landed are lost."""
+        """Stops the background work and discards flights that have not landed."""
         self.background.close()
 
     # Checkpoints
@@ -505,7 +502,7 @@ class Rounds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Launches again the fragments that were in flight. The same values give the same bytes."""
+        """Relaunches the fragments that were in flight. The same values produce the same bytes."""
         for saved in state["flights"]:
             began = time.perf_counter()
             outer = self.fragmented_model.fragments[saved["fragment"]].load_outer()
@@ -513,34 +510,35 @@ class Rounds:
             self.flights.append(self._flight_of(launch, began))
 
     def _require_same_outer_step(self, saved: Mapping[str, str]) -> None:
-        """Refuses a state with a different outer optimizer, or a different schedule for it."""
+        """Refuses a state with a different outer optimizer or outer learning rate schedule."""
         for part, description in self.fragmented_model.outer_optimizer.described.items():
             if saved[part] != description:
                 raise ValueError(
-                    f"The state was saved with another {part}: it was {saved[part]}, now it is"
-                    f" {description}. Resume with the one it was saved with."
+                    f"The state was saved with a different {part}. It was {saved[part]} and is"
+                    f" now {description}. Resume with the saved setting."
                 )
 
     @torch.no_grad()
     def load_records(self, state: Mapping[str, Any], settings: Settings) -> None:
-        """Loads the settings and records of a state; `load_state_dict` then loads its flights."""
+        """Loads the settings and records of a state, but not its flights; see `load_state_dict`."""
         if settings != self.settings:
             self._cut(settings)
         fragments = self.fragmented_model.fragments
         require_same_fragments(fragments, state["fragments"])
-        # A state may have been saved before its rounds were chosen, and thus before any launch.
+        # A state may have been saved before the length of rounds was chosen, which is before any
+        # launch.
         saved_every = read_settings(state["settings"])["sync_every"]
         rounds_are_the_same = saved_every == self.settings.sync_every
         if rounds_are_the_same:
             self._require_same_outer_step(state["described"])
         elif state["counts"]["launches"]:
             raise ValueError(
-                f"The state was saved with sync_every={saved_every}, now it is"
-                f" {self.settings.sync_every}. Resume with the one it was saved with."
+                f"The state was saved with sync_every={saved_every}, but this run uses"
+                f" {self.settings.sync_every}. Resume with the saved value."
             )
         for fragment, saved in zip(fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        # In a run of an earlier version, the rounds began after its warm-up.
+        # In earlier versions, rounds began after a warm-up.
         self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
         if rounds_are_the_same:
             self.timetable.state = state["schedule"]
@@ -548,15 +546,15 @@ class Rounds:
 
 
 def chosen_settings(requested: Settings, model: nn.Module, topology: Topology) -> Settings:
-    """Returns settings with a direction and numbers that suit the model and the groups. All ranks
-    must call it.
+    """Chooses a direction and numbers based on the model and the groups. All ranks must call this
+    function.
     """
     return with_direction(requested, model, topology).chosen_for(topology.num_groups)
 
 
 def _most_in_flight(schedule: Schedule) -> int:
-    """Returns the largest number of flights at once in rounds. A flight lands after the launches of
-    the same step.
+    """Returns the largest number of simultaneous flights, where launches precede landings in each
+    step.
     """
     most = 0
     for first in {1, schedule.dense_rounds + 1}:
@@ -573,7 +571,7 @@ def _most_in_flight(schedule: Schedule) -> int:
 
 
 def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes the report of a flight that took ``seconds`` and lands now."""
+    """Completes the report of a flight that took ``seconds`` and is landing now."""
     launched_at = launch[1]
     arrived_at = wait[1]
     ends = [end for _, end in report.spans.values()]
@@ -591,7 +589,7 @@ def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: i
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    """Names a part of a profile, if one is being recorded."""
+    """Labels a region in a profile if a profile is being recorded."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
@@ -599,13 +597,13 @@ def _recorded(name: str) -> AbstractContextManager[Any]:
 
 
 class StepClock:
-    """Measures how long this rank trains per inner step.
+    """A clock that measures how long this rank trains per inner step.
 
-    It measures from the end of one engine call to the start of the next, so it excludes the time
-    that the engine spends waiting. The median excludes pauses, such as validations.
+    The clock measures the time between two engine calls, which excludes the time that the engine
+    spends waiting. Taking the median excludes pauses such as validation.
 
     Args:
-        seconds: The time to report instead of the measured time.
+        seconds: The step time to report instead of the measured step time.
 
     Examples:
         >>> clock = StepClock()
@@ -623,8 +621,8 @@ class StepClock:
         """Records an inner step.
 
         Args:
-            ended: The time at which the last call of the engine ended; 0 if there was none.
-            began: The time at which this call of the engine began.
+            ended: The time when the last engine call ended, or 0 if there was none.
+            began: The time when this engine call began.
         """
         if ended:
             self._last_seconds.append(began - ended)
@@ -637,12 +635,12 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers the rate of this rank's link: the highest of the last flights, because a flight may
-    stall.
+    """The rate of this rank's link, which is the highest rate of the last flights because a flight
+    may stall.
 
     Attributes:
         last: The rates of the last flights, in bytes per second.
-        fixed: The rate to report instead, in bytes per second, for simulations.
+        fixed: The rate that simulations report instead of a measured rate, in bytes per second.
 
     Examples:
         >>> link = LinkRate()
@@ -657,7 +655,7 @@ class LinkRate:
         self.fixed = 0.0
 
     def note(self, bytes_per_s: float) -> None:
-        """Records the rate to each receiver in a flight; 0 if unknown."""
+        """Records the rate to each receiver in a flight, where 0 means unknown."""
         if bytes_per_s > 0:
             self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
 

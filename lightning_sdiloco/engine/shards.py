@@ -1,9 +1,8 @@
-"""Converts the parameters of a fragment to a flat float32 vector and back: the shard that a rank
-exchanges.
+"""Converts the parameters of a fragment to and from the flat float32 shard that a rank exchanges.
 
-Only this file depends on how a model stores its parameters, including DTensors, which FSDP2 and
-tensor parallelism create. It recognises DTensors by their attributes, so that it imports nothing if
-there are none.
+Only this module depends on how a model stores its parameters, for example as DTensors with FSDP2 or
+tensor parallelism. DTensors are recognised by their attributes, so that models without DTensors
+need no additional imports.
 """
 
 from abc import ABC, abstractmethod
@@ -35,12 +34,10 @@ if TYPE_CHECKING:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, without DistributedDataParallel, torch.compile and
-    Fabric's wrapper.
-    """
+    """Removes DistributedDataParallel, torch.compile and Fabric's wrapper from a model."""
     while True:
-        # A wrapper of another library may offer the module as a property. A child named "module"
-        # belongs to the user's model.
+        # A wrapper from another library may provide the module as a property. A child named
+        # "module" is part of the user's model.
         has_property = isinstance(getattr(type(model), "module", None), property)
         wraps = has_property or isinstance(model, DistributedDataParallel)
         inner = getattr(model, "module" if wraps else "_orig_mod", None)
@@ -55,20 +52,20 @@ def clean_name(name: str) -> str:
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the trainable parameters by name, in the order of ``named_parameters()``; tied ones
-    appear once.
+    """Returns the trainable parameters by name in the order of ``named_parameters()``, without
+    duplicates.
     """
     reshard(model)
     return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def described(parameters: dict[str, Tensor]) -> list[Parameter]:
-    """Describes parameters for the partition: name, size in bytes, number of dimensions."""
+    """Returns the name, size in bytes and number of dimensions of each parameter."""
     return [Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()]
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Maps the other names of tied trainable parameters to the first name of the same parameter."""
+    """Maps each additional name of a tied trainable parameter to its first name."""
     first_names: dict[int, str] = {}
     further_names = {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,18 +77,19 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 _HOW_TO_CHANGE = (
-    "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the"
-    " latest, and also replace parameters there. With Fabric, set up the model and its optimizers"
-    " again; in your own loop call recut() afterwards, on all ranks."
+    "With Lightning, freeze, unfreeze or replace parameters between epochs, in"
+    " on_train_epoch_start at the latest. With Fabric, set up the model and its optimizers again."
+    " In your own training loop, call recut() afterwards on all ranks."
 )
 
 
 class CutModel:
-    """Remembers the trainable parameters and the modules of a model that is divided into fragments,
-    and finds later changes.
+    """The trainable parameters and modules of a model at the time when it was divided into
+    fragments.
 
-    A parameter is the same if the object and its shape are the same, under any name: ``p.data`` may
-    be replaced, and a layer that is inserted into an ``nn.Sequential`` renames those after it.
+    The methods detect later changes. A parameter is unchanged if the object and its shape are the
+    same. The ``data`` of a parameter may be replaced, and its name may change, for example if a
+    layer is inserted into an ``nn.Sequential``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,26 +101,24 @@ class CutModel:
         self._sharded = sharded_modules(model)
 
     def is_same(self) -> bool:
-        """Returns whether the same parameters are trainable, under the same names, of the same
-        dtypes.
-        """
+        """Returns whether the same parameters are trainable with the same names and dtypes."""
         return self._identities == _identities(trainable(self.model))
 
     def new(self) -> dict[str, Tensor]:
-        """Returns the trainable parameters that are in no fragment or had another shape."""
+        """Returns the trainable parameters that are in no fragment or were reshaped."""
         parameters = trainable(self.model)
         return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
     def frozen(self) -> set[str]:
-        """Returns the names of the parameters that are no longer trainable, whether or not the
-        model still has them.
+        """Returns the names of all parameters that are no longer trainable, including removed
+        parameters.
         """
         frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
         return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
     def former_name(self, parameter: Tensor) -> str | None:
-        """Returns the name that a parameter had when the model was divided; None if it is new or
-        was reshaped.
+        """Returns the name that a parameter had when the model was divided, or None if the
+        parameter is new or reshaped.
         """
         name = self._names.get(id(parameter))
         if name is None or parameter.shape != self._identities[name].shape:
@@ -130,24 +126,24 @@ class CutModel:
         return name
 
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer steps a parameter of the fragments."""
+        """Returns whether an optimizer steps any parameter of the fragments."""
         for group in optimizer.param_groups:
             if any(self.former_name(parameter) is not None for parameter in group["params"]):
                 return True
         return False
 
     def former_parameter(self, name: str) -> Tensor | None:
-        """Returns the parameter that had a name when the model was divided; None if there was
+        """Returns the parameter that had this name when the model was divided, or None if there was
         none.
         """
         return self._parameters.get(name)
 
     def former_place(self, name: str) -> str:
-        """Returns the name that a buffer had when the model was divided, by the name of its module;
-        "" if the module is new.
+        """Returns the name that a buffer had when the model was divided, or "" if its module is
+        new.
 
         Args:
-            name: The present name.
+            name: The current name.
         """
         module_name, _, key = name.rpartition(".")
         module = modules_of(self.model)[module_name]
@@ -157,13 +153,13 @@ class CutModel:
         return f"{former_name}.{key}" if former_name else key
 
     def described(self) -> str:
-        """Describes which parameters have changed; empty if only their names or dtypes have."""
+        """Describes which parameters have changed, ignoring changes of names and dtypes."""
         parameters = {clean_name(name): p for name, p in self.model.named_parameters()}
         present = set(map(id, parameters.values()))
         changed = defaultdict[str, list[str]](list)
         for name in self.new():
             former = self._parameters.get(name)
-            # The former parameter of this name may have another name now.
+            # The former parameter with this name may have a different name now.
             was_moved = former is not parameters[name] and id(former) in present
             if former is None or was_moved:
                 changed["become trainable"].append(name)
@@ -177,7 +173,7 @@ class CutModel:
         return ", ".join([_counted(names, verb) for verb, names in changed.items()])
 
     def reshard(self) -> None:
-        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see
+        """Makes FSDP2 free gathered parameters before parameters are read or written; see
         `reshard`.
         """
         for module in self._sharded:
@@ -200,24 +196,24 @@ class CutModel:
         uncovered = [p for p in parameters if p is not None and id(p) not in self._names]
         if any(parameter.requires_grad for parameter in uncovered):
             raise AgreementError(
-                f"Since the model was cut into fragments, {self.described()}. New parameters are in"
-                f" no fragment, so every group would train its own. {_HOW_TO_CHANGE}"
+                f"Since the model was divided into fragments, {self.described()}. New parameters"
+                f" are in no fragment, so the groups would not synchronise them. {_HOW_TO_CHANGE}"
             )
 
     def require_devices(self) -> None:
-        """Refuses parameters on a device on which the model had none when it was divided."""
+        """Refuses parameters on a device that the model did not use when it was divided."""
         devices = {identity.device for identity in self._identities.values()}
         for name, parameter in trainable(self.model).items():
             if parameter.device not in devices:
                 raise ValueError(
-                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine trains"
-                    f" the model on {str(next(iter(devices)))!r}. Create new layers on that device,"
-                    " with .to(device), and move the model only before training."
+                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine"
+                    f" trains the model on {str(next(iter(devices)))!r}. Create new layers on"
+                    " that device with .to(device), and move the model only before training."
                 )
 
 
 class _Identity(NamedTuple):
-    """The properties by which a parameter is recognised."""
+    """The properties that identify a parameter."""
 
     object_id: int
     shape: torch.Size
@@ -236,25 +232,25 @@ def _counted(names: Sequence[str], verb: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules by name, without the prefix that torch.compile adds."""
+    """Returns the modules by name without the prefix that torch.compile adds."""
     return {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
 
 
 Runs = list[tuple[int, int]]
-"""Positions along one dimension, as half-open ranges ``(start, end)``."""
+"""Positions along one dimension as half-open ranges ``(start, end)``."""
 
 
 class ShardSpec(NamedTuple):
-    """The values of a parameter that a rank has, and those that it exchanges.
+    """The part of a parameter that a rank has, and the values in it that the rank exchanges.
 
     Attributes:
         shape: The shape of the whole parameter.
-        runs: For each dimension, the positions that the rank has, in the order in which it stores
-            them.
-        first: The position of the first value that it exchanges, among those that it has.
-        length: The number of values that it exchanges. Ranks with the same values divide them among
-            themselves.
-        holders: The ranks of the group that have the same values, in order.
+        runs: For each dimension, the positions of the rank's values in the order in which they are
+            stored.
+        first: The position of the first exchanged value among the rank's values.
+        length: The number of exchanged values. Ranks that have the same values each exchange a part
+            of them.
+        holders: The ranks of the group that have the same values, in ascending order.
 
     Examples:
         >>> spec = ShardSpec((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
@@ -273,25 +269,25 @@ class ShardSpec(NamedTuple):
         return self.runs == [[(0, size)] for size in self.shape]
 
     def extract(self, full: Tensor) -> Tensor:
-        """Returns the values that the rank exchanges from the flat whole parameter."""
+        """Extracts the exchanged values from the whole parameter, given as a flat vector."""
         held = full
         if not self._holds_all:
             held = full.view(self.shape)[self._indices()].reshape(-1)
         return held[self.first : self.first + self.length]
 
     def insert(self, full: Tensor, values: Tensor) -> None:
-        """Writes the values that the rank exchanges into the flat whole parameter."""
+        """Writes the exchanged values into the whole parameter, given as a flat vector."""
         exchanged = slice(self.first, self.first + self.length)
         if self._holds_all:
             full[exchanged] = values
         elif self.length:
-            # Indexing makes a copy.
+            # Indexing creates a copy.
             held = full.view(self.shape)[self._indices()]
             held.view(-1)[exchanged] = values
             full.view(self.shape)[self._indices()] = held
 
     def _indices(self) -> tuple[Tensor, ...]:
-        """Returns the positions along every dimension, in shapes that torch broadcasts."""
+        """Returns the positions along each dimension in shapes that torch can broadcast."""
         indices = []
         for dimension, runs in enumerate(self.runs):
             positions = [torch.arange(0), *(torch.arange(start, end) for start, end in runs)]
@@ -302,20 +298,18 @@ class ShardSpec(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Returns whether a tensor is a DTensor, of which this rank has only a part."""
+    """Returns whether a tensor is a DTensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, without autograd. Writing to it writes to the
-    tensor.
-    """
+    """Returns a detached view of this rank's part of a tensor."""
     detached = tensor.detach()
     return detached.to_local() if is_sharded(detached) else detached
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Makes a tensor that is sharded like another one, with these values on this rank."""
+    """Creates a tensor that is sharded like ``tensor`` and has the given values on this rank."""
     sharded = torch.empty_like(tensor.detach(), dtype=values.dtype)
     local(sharded).copy_(values)
     return sharded
@@ -328,8 +322,8 @@ def described_sharding(tensor: Tensor) -> str:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules of a model that FSDP2 has sharded. This is slow: a model may have
-    thousands.
+    """Returns all modules that FSDP2 has sharded. The search is slow, because a model may have
+    thousands of modules.
     """
     modules = []
     for module in model.modules():
@@ -340,20 +334,20 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward pass."""
+    """Makes FSDP2 free the unsharded parameters that it keeps after a forward pass."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def part_of(tensor: Tensor, full: Tensor) -> Tensor:
-    """Returns this rank's part of a sharded tensor, given the whole tensor."""
+    """Extracts this rank's part of a sharded tensor from the whole tensor."""
     runs = held_runs(tensor)
     spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
     return spec.extract(full.reshape(-1)).view(local(tensor).shape)
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
-    """Returns the positions of a tensor that this rank has, for each dimension."""
+    """Returns the positions of this rank's part of a tensor along each dimension."""
     positions = [list(range(size)) for size in tensor.shape]
     if is_sharded(tensor):
         positions = _held_positions(tensor, positions)
@@ -361,7 +355,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
 
 
 def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list[int]]:
-    """Returns those positions of a DTensor that this rank has, for each dimension."""
+    """Returns the positions of this rank's part of a DTensor along each dimension."""
     mesh = sharded.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a mesh of other ranks shards nothing here"
@@ -370,7 +364,7 @@ def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list
         if placement.is_replicate():
             continue
         if not hasattr(placement, "dim"):
-            raise ValueError(f"its placement {placement} has no whole values on any rank")
+            raise ValueError(f"with the placement {placement}, no rank has complete values")
         pieces = _chunks(held[placement.dim], getattr(placement, "split_factor", 1))
         held[placement.dim] = []
         for piece in pieces:
@@ -381,14 +375,14 @@ def _held_positions(sharded: "DTensor", positions: list[list[int]]) -> list[list
     shape = tuple(local(sharded).shape)
     if expected_shape != shape:
         raise ValueError(
-            f"torch says that it is divided{described_sharding(sharded)}, but this rank holds"
-            f" {shape} of {tuple(sharded.shape)} instead of {expected_shape}"
+            f"according to torch, it is sharded{described_sharding(sharded)}, but this rank has"
+            f" the shape {shape} of {tuple(sharded.shape)} instead of {expected_shape}"
         )
     return held
 
 
 def _joined(positions: list[int]) -> Runs:
-    """Joins consecutive positions into runs."""
+    """Combines consecutive positions into runs."""
     runs = Runs()
     for position in positions:
         start = position
@@ -399,8 +393,8 @@ def _joined(positions: list[int]) -> Runs:
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
-    """Divides a parameter so that exactly one rank exchanges each value, even if several ranks have
-    it. Returns a spec for each rank.
+    """Divides a parameter so that each value is exchanged by exactly one of the ranks that have it.
+    Returns a spec for each rank.
 
     Examples:
         >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
@@ -419,8 +413,8 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in"
-            " several ways"
+            f"its ranks have {exchanged} of its {prod(shape)} values, because some values are"
+            " missing or belong to overlapping parts"
         )
     return specs
 
@@ -428,9 +422,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
 def shard_specs(
     parameters: Mapping[str, Tensor], group: Communicator, members: range
 ) -> dict[str, list[ShardSpec]]:
-    """Determines which values of each parameter every rank of a group has and exchanges. In-group
-    collective.
-    """
+    """Determines which values of each parameter each rank has and exchanges. In-group collective."""
     held = {name: _runs_or_refusal(parameter, members) for name, parameter in parameters.items()}
     ranks = group.all_gather_object(held)
     specs = {}
@@ -445,24 +437,25 @@ def shard_specs(
             specs[name] = divided(parameter.shape, runs)
         except ValueError as error:
             raise ValueError(
-                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or"
-                " parallelize_module over the mesh that configure_model gets as self.device_mesh."
+                f"The parameter {name!r} cannot be exchanged: {error}. Shard the parameter with"
+                " fully_shard or parallelize_module, using self.device_mesh in configure_model."
             ) from error
     return specs
 
 
 def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
-    """Returns the positions that this rank has, or the reason why the parameter cannot be
+    """Returns the positions of this rank's values, or the reason why the parameter cannot be
     exchanged.
     """
     outside = sorted(set(ranks_of(parameter)) - set(members))
     if outside:
         return (
-            f"it is divided among ranks of several worker groups: ranks {outside} belong to others"
+            f"it is sharded over several worker groups, because ranks {outside} belong to other"
+            " groups"
         )
     device_type = local(parameter).device.type
     if is_sharded(parameter) and device_type != parameter.device_mesh.device_type:
-        return f"it is on {device_type!r}, its mesh on {parameter.device_mesh.device_type!r}"
+        return f"it is on {device_type!r}, but its mesh is on {parameter.device_mesh.device_type!r}"
     try:
         return held_runs(parameter)
     except ValueError as error:
@@ -470,7 +463,7 @@ def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
 
 
 def ranks_of(tensor: Tensor) -> list[int]:
-    """Returns the global ranks over which a tensor is sharded; none if it is not sharded."""
+    """Returns the global ranks over which a tensor is sharded, or an empty list."""
     if not is_sharded(tensor):
         return []
     return list(map(int, tensor.device_mesh.mesh.flatten()))
@@ -484,7 +477,7 @@ def _numel(runs: list[Runs]) -> int:
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
-    """Divides positions as ``torch.chunk`` divides a tensor: the last chunks are smaller, or
+    """Divides positions into chunks like ``torch.chunk``, where the last chunks may be smaller or
     missing.
     """
     length = max(1, -(-len(positions) // count))
@@ -492,12 +485,12 @@ def _chunks(positions: list[int], count: int) -> list[list[int]]:
 
 
 SavedFragment = Mapping[str, Any]
-"""The layout of a fragment in a checkpoint; see `FragmentLayout.state_dict`."""
+"""The saved layout of a fragment; see `FragmentLayout.state_dict`."""
 
 
 class OuterParameter(NamedTuple):
-    """The whole outer values and outer optimizer state of one parameter, independent of fragments
-    and shards.
+    """The complete outer values and outer optimizer state of one parameter, independent of
+    fragments and shards.
     """
 
     values: Tensor
@@ -508,7 +501,8 @@ class OuterParameter(NamedTuple):
 def to_parameters(
     fragment: SavedFragment, shards: Sequence[OuterState]
 ) -> dict[str, OuterParameter]:
-    """Splits the shards of a fragment, in the order of the ranks, into its parameters.
+    """Splits the shards of a fragment into its parameters. The shards must be in the order of the
+    ranks.
 
     Examples:
         >>> shards = [OuterState(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0, 0.0])]
@@ -529,7 +523,7 @@ def to_parameters(
 
 
 def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Splits vectors, one from each rank, into parts for the parameters of a fragment."""
+    """Splits one vector per rank into the parameters of a fragment."""
     names = fragment["names"]
     if "places" not in fragment:
         sizes = fragment["sizes"]
@@ -550,7 +544,7 @@ def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tens
 def to_shards(
     fragment: SavedFragment, parameters: Mapping[str, Tensor], lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Divides flat whole parameters into shards of these lengths, which `to_parameters` joins.
+    """Divides flat parameters into shards of the given lengths, as the inverse of `to_parameters`.
 
     Examples:
         >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
@@ -571,12 +565,12 @@ def to_shards(
 
 
 class FragmentLayout(ABC):
-    """Lays out the parameters of a fragment as flat vectors. The shard of this rank contains the
-    values that it exchanges.
+    """The layout of a fragment's parameters in flat vectors, including the shard that this rank
+    exchanges.
 
     Attributes:
-        length: The number of values in the shard of this rank.
-        start: The position of the shard in the whole fragment.
+        length: The number of values in this rank's shard.
+        start: The position of this rank's shard in the whole fragment.
     """
 
     length: int
@@ -595,15 +589,15 @@ class FragmentLayout(ABC):
         )
         self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
-        # The slices of parameters in the shard, one after the other, and their lengths.
+        # The slices of the parameters in the shard in order, and their lengths.
         self._pieces = [(i, piece) for i, piece in enumerate(pieces) if piece.start < piece.stop]
         self._lengths = [piece.stop - piece.start for _, piece in self._pieces]
         self._end = sum(self._lengths)
 
     @property
     def held(self) -> list[Tensor]:
-        """This rank's part of each parameter. Looked up every time, because other code may rebind
-        ``.data``.
+        """This rank's part of each parameter. The parts are looked up each time, because other code
+        may rebind ``.data``.
 
         Raises:
             AgreementError: If the shape of a parameter has changed since the model was divided.
@@ -612,8 +606,9 @@ class FragmentLayout(ABC):
         for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
             if tensor.shape != shape:
                 raise AgreementError(
-                    f"Since the model was cut into fragments, the shape of the parameter {name!r}"
-                    f" has changed from {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
+                    "Since the model was divided into fragments, the shape of the parameter"
+                    f" {name!r} has changed from {tuple(shape)} to {tuple(tensor.shape)}."
+                    f" {_HOW_TO_CHANGE}"
                 )
         return held
 
@@ -624,7 +619,7 @@ class FragmentLayout(ABC):
         return self.copies_of(self.parameters)
 
     def let_go(self) -> None:
-        """Replaces reshaped parameters by zeros, so that flights land there, outside the model."""
+        """Replaces reshaped parameters with tensors outside the model that flights can land on."""
         for index, shape in enumerate(self._shapes):
             parameter = self.parameters[index]
             if self._held(parameter).shape != shape:
@@ -634,49 +629,46 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all values of the fragment that this rank has from the shards of its group.
-        In-group collective.
-        """
+        """Gathers all values that this rank has from the shards of its group. In-group collective."""
 
     @abstractmethod
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
-        """Returns the spec of each rank of the group, parameter by parameter, in the order in which
-        shards contain them.
+        """Returns the specs of all ranks for each parameter, in the order of the parameters in
+        shards.
         """
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
-        """Returns the numbers of values in the shards of a group of ``ranks`` ranks."""
+        """Returns the number of values in each shard of a group of ``ranks`` ranks."""
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Returns the whole parameters by name, on the host. In-group collective if ranks have
-        parts of them.
+        """Returns the whole parameters on the host by name. In-group collective if parameters are
+        sharded.
         """
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns the argument that `named` reads."""
+        """Returns the argument that `named` uses."""
 
     @abstractmethod
     def copied(self) -> Tensor:
-        """Returns the vector that `named` reads, for the present values of the model."""
+        """Returns the vector that `named` reads, filled with the current values of the model."""
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the shard of all parameters, given flat and whole; beyond their end, it is
-        zero.
-        """
+        """Returns this rank's shard of whole parameters, padded with zeros."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain values that a later run needs to read shards of the fragment."""
+        """Returns the plain values that a later run needs to read saved shards of the fragment."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard, given that of all parameters in order.
+        """Returns the outer state of this rank's shard from the outer state of all parameters in
+        order.
 
-        An elementwise entry of the optimizer's state is zero where a parameter has none. For
-        counts, the largest is taken.
+        Elementwise entries of the optimizer's state are zero for parameters that lack them. If step
+        counts differ, the largest count is used.
         """
         state: OptimizerState = {}
         keys = chain.from_iterable(parameter.state for parameter in parameters)
@@ -702,14 +694,14 @@ class FragmentLayout(ABC):
         return self.shard_of(self.held)
 
     def outer_gradient(self, outer: Tensor) -> Tensor:
-        """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
+        """Returns the outer parameters minus the local parameters, computed in a single pass."""
         difference = new_vector(outer.numel(), outer.device)
         held = self.held
         for (index, piece), before, part in zip(
             self._pieces, self._cut(outer), self._cut(difference), strict=True
         ):
             values = held[index].reshape(-1)[piece]
-            # Wider types are rounded first, as when the shard is read.
+            # Values of wider types are first rounded, as in `read`.
             if torch.promote_types(values.dtype, torch.float32) != torch.float32:
                 values = values.to(torch.float32)
             torch.sub(before, values, out=part)
@@ -717,25 +709,25 @@ class FragmentLayout(ABC):
         return difference
 
     def shard_of(self, held: Sequence[Tensor]) -> Tensor:
-        """Copies the shard of this rank from parameters, or from the views of `split`."""
+        """Copies this rank's shard from parameters or from the views that `split` returns."""
         shard = new_vector(self.length, held[0].device).zero_()
         for (index, piece), part in zip(self._pieces, self._cut(shard), strict=True):
             part.copy_(held[index].reshape(-1)[piece])
         return shard
 
     def _cut(self, shard: Tensor) -> Sequence[Tensor]:
-        """Returns views of a shard, one per piece."""
+        """Returns one view of a shard per piece."""
         return shard[: self._end].split_with_sizes(self._lengths)
 
     def mask(self, names: Collection[str]) -> Tensor:
-        """Returns which values of the shard belong to the named parameters."""
+        """Returns a mask of the shard's values that belong to the named parameters."""
         masks = list[Tensor]()
         for name, held in zip(self.names, self.held, strict=True):
             masks.append(torch.full_like(held, name in names))
         return self.shard_of(masks).bool()
 
     def split(self, gathered: Tensor) -> list[Tensor]:
-        """Returns views of the vector of `all_gather`, one per parameter, in the shape of this
+        """Splits the result of `all_gather` into one view per parameter, with the shape of this
         rank's part.
         """
         parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)
@@ -746,16 +738,14 @@ class FragmentLayout(ABC):
             parameter.copy_(values)
 
     def settle(self, gathered: Tensor) -> None:
-        """Writes permanent values, including into the copies of the parameters that optimizers
-        keep.
-        """
+        """Writes permanent values to the parameters and to the copies that optimizers keep."""
         self.write(gathered)
         for copies, values in zip(self._copies, self.split(gathered), strict=True):
             for copy in copies:
                 copy.view(values.shape).copy_(values)
 
     def renew_copies(self, names: Collection[str]) -> None:
-        """Copies the present values of some parameters into the copies that optimizers keep."""
+        """Updates the optimizers' copies of some parameters."""
         for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in names:
                 for copy in copies:
@@ -773,7 +763,7 @@ class FragmentLayout(ABC):
                 shifted.add_(move)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites parameters with flat vectors, by name. Not for sharded parameters."""
+        """Overwrites the named unsharded parameters with flat vectors."""
         for name, copies, held in zip(self.names, self._copies, self.held, strict=True):
             if name in values:
                 with _changed(held, copies) as changed:
@@ -785,8 +775,8 @@ class FragmentLayout(ABC):
 
 @contextmanager
 def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the held values of a parameter, in at least float32, to be changed; its copies change
-    by the same amount.
+    """Yields a parameter's values with at least float32 precision, and applies all changes to the
+    parameter and its copies.
     """
     dtype = torch.promote_types(held.dtype, torch.float32)
     if held.dtype == dtype and not copies:
@@ -796,14 +786,14 @@ def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
     yield changed
     for copy in copies:
         moved = copy.view(held.shape) + (changed - held)
-        # Values that are not finite are replaced by those of the parameter.
+        # Non-finite values of a copy are replaced with the values of the parameter.
         copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
     held.copy_(changed)
 
 
 class WholeLayout(FragmentLayout):
-    """Lays out a fragment that every rank of the group has whole: one vector, divided into one
-    shard per rank.
+    """The layout of a fragment that each rank of the group has in full, divided into one shard per
+    rank.
     """
 
     def __init__(
@@ -873,9 +863,7 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment that is sharded over the ranks of the group: the shard of a rank is its
-    part.
-    """
+    """The layout of a fragment that is already sharded over the ranks of the group."""
 
     def __init__(
         self,
@@ -888,11 +876,11 @@ class ShardedLayout(FragmentLayout):
         self._shard_specs = [ranks[shard] for ranks in specs]
         pieces = [slice(spec.first, spec.first + spec.length) for spec in self._shard_specs]
         super().__init__(names, parameters, pieces)
-        # An empty shard would leave nothing to encode.
+        # A shard must contain at least one value to encode.
         self.lengths = [max(1, length) for length in _lengths(specs)]
         self.length = self.lengths[shard]
         self.start = sum(self.lengths[:shard])
-        # The parameters of which several ranks have the same values and exchange a part each.
+        # The parameters whose values several ranks share, with each rank exchanging a part.
         self._in_common = list[int]()
         for index, ranks in enumerate(specs):
             if any(len(spec.holders) > 1 for spec in ranks):
@@ -925,7 +913,8 @@ class ShardedLayout(FragmentLayout):
     def shard_lengths(self, ranks: int) -> list[int]:
         if ranks != len(self.lengths):
             raise ValueError(
-                f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}"
+                f"a fragment that is sharded over {len(self.lengths)} ranks was received from"
+                f" {ranks} ranks"
             )
         return self.lengths
 
@@ -963,7 +952,7 @@ class ShardedLayout(FragmentLayout):
 
 
 def _lengths(specs: Sequence[Sequence[ShardSpec]]) -> list[int]:
-    """Returns how many values each rank exchanges, given its spec of each parameter."""
+    """Returns the number of values that each rank exchanges."""
     lengths = [0] * len(specs[0])
     for ranks in specs:
         for rank, spec in enumerate(ranks):
@@ -974,7 +963,7 @@ def _lengths(specs: Sequence[Sequence[ShardSpec]]) -> list[int]:
 def layouts_of(
     fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
 ) -> list[FragmentLayout]:
-    """Lays out all fragments. In-group collective if parameters are sharded."""
+    """Returns the layouts of all fragments. In-group collective if parameters are sharded."""
     shard = topology.group_rank
     is_divided = any(map(is_sharded, parameters.values()))
     specs = shard_specs(parameters, topology.in_group, topology.ranks) if is_divided else {}
@@ -995,21 +984,20 @@ def _padded(values: Tensor, length: int) -> Tensor:
     return padded
 
 
-# The digest: a number that identifies the bits of values that are the same in all groups
+# Digests, which identify the bits of values that must be equal in all groups
 
-# The number of words processed at once. On a CPU, they fit into its cache. An accelerator needs
-# more, or kernel launches would take most of its time.
+# The number of words processed at once. On a CPU, they fit into the cache. An accelerator needs
+# more words at once to hide kernel launches.
 _CHUNK = 1 << 17
 _CHUNK_ON_DEVICE = 1 << 23
 
 
 def digest(values: Tensor, start: int = 0) -> int:
-    """Returns the digest of a tensor: the sum of its words, each weighted by its position, modulo
-    2**64, signed.
+    """Returns the sum of a tensor's words weighted by position, as a signed number modulo 2**64.
 
-    A word at an even position and the next word form a 64-bit number, which is multiplied by its
-    position plus 1. Digests of consecutive shards, which begin at ``start`` in the whole, add up to
-    the digest of the whole.
+    Each word at an even position forms a 64-bit number together with the next word, and the number
+    is multiplied by its position plus 1. If ``start`` is the position of each shard in a tensor,
+    the digests of all shards add up to the digest of the tensor.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.weighting import combined
@@ -1027,7 +1015,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     else:
         length = _CHUNK_ON_DEVICE
         weights = torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    # Summed on the device, modulo 2**64, so that the host waits for it only once.
+    # The sums modulo 2**64 are computed on the device, so that the host waits only once.
     sums = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
         chunk = words[max(first, 0) : first + length].to(torch.int32)
@@ -1044,7 +1032,7 @@ def digest(values: Tensor, start: int = 0) -> int:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Returns the bits of a tensor as integers of up to 32 bits."""
+    """Returns the bits of a tensor as integers with up to 32 bits."""
     flat = values.detach().contiguous().view(-1)
     if flat.element_size() % 4 == 0:
         return flat.view(torch.int32)
@@ -1053,5 +1041,5 @@ def _words(values: Tensor) -> Tensor:
 
 @cache
 def _odd_numbers() -> Tensor:
-    """Returns the weights of a chunk on a CPU, the same for every chunk."""
+    """Returns the weights of a chunk on a CPU."""
     return torch.arange(1, _CHUNK, 2, device="cpu")

@@ -1,6 +1,4 @@
-"""Simulation: several worker groups in one process, with the same engine but without sockets, for
-research and tests.
-"""
+"""Simulates several worker groups in one process for research and tests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
-    """Makes the topologies of several worker groups of one rank each, all in this process without
+    """Creates the topologies of simulated worker groups, which have one rank each and use no
     threads.
     """
     topologies = Topology.simulated(groups)
@@ -36,20 +34,20 @@ def simulated_topologies(groups: int) -> list[Topology]:
 
 
 class SimulatedGroups:
-    """Simulates worker groups of one rank each in this process.
+    """Simulated worker groups of one rank each, which run in this process with the real engine.
 
-    The outer parameters are the same as with that many real processes and the same data.
+    The outer parameters are the same as with one process per group and the same data.
 
     Args:
-        models: One model for each worker group, all of the same architecture. All start from the
-            values of the first.
-        inner_optimizers: The optimizers of each group, as in `StreamingDiLoCo`.
-        settings: As in `StreamingDiLoCo`, without ``worker_groups``.
+        models: One model per worker group. All models must have the same architecture, and all
+            start from the values of the first model.
+        inner_optimizers: The inner optimizers of each group; see `StreamingDiLoCo`.
+        settings: The arguments of `StreamingDiLoCo`, except for ``worker_groups``.
 
     Raises:
-        ValueError: As in `StreamingDiLoCo`, or if there are no models, if models differ in names,
-            shapes or dtypes, or if two groups share a model, a trainable parameter, or the state of
-            an optimizer.
+        ValueError: In the same cases as for `StreamingDiLoCo`, and also if there are no models, if
+            models differ in names, shapes or dtypes, or if two groups share a model, a trainable
+            parameter or optimizer state.
 
     Examples:
         >>> import torch
@@ -74,7 +72,7 @@ class SimulatedGroups:
         **settings: Any,
     ) -> None:
         if not models:
-            raise ValueError("models is empty. Give one model for each simulated worker group.")
+            raise ValueError("models is empty. Pass one model for each simulated worker group.")
         _require_own_parameters(models)
         require_same_signatures([signature(model) for model in models])
         optimizers = inner_optimizers or [()] * len(models)
@@ -90,15 +88,16 @@ class SimulatedGroups:
     def step(
         self, *, trained: Sequence[int] = (), idle: Collection[int] = ()
     ) -> list[list[Landing]]:
-        """Counts an inner step of every group, and performs all launches and then all landings that
-        are due.
+        """Counts an inner step in each group, and then launches and lands all fragments that are
+        due.
 
         Args:
-            trained: The number of micro-batches that each group trained, by group; by default 1.
+            trained: The number of micro-batches that each group trained. The default is 1 for each
+                group.
             idle: The groups that did not train in this inner step.
 
         Returns:
-            The landings of each group.
+            The landings of each group, in the order of the groups.
         """
         steps = []
         for group, engine in enumerate(self.engines):
@@ -114,11 +113,11 @@ class SimulatedGroups:
             engine.fragmented_model.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
-        """Divides the models of all groups into fragments again; see `StreamingDiLoCo.recut`.
-        Returns the landings of each group.
+        """Divides the models of all groups again and returns each group's landings; see
+        `StreamingDiLoCo.recut`.
 
         Args:
-            inner_optimizers: The optimizers of each group, if they are new.
+            inner_optimizers: The new inner optimizers of each group, if there are any.
         """
         models = [engine.model for engine in self.engines]
         require_same_signatures([signature(model) for model in models])
@@ -139,14 +138,14 @@ class SimulatedGroups:
         return landed
 
     def group_mean(self) -> GroupMean:
-        """Returns the mean of the groups, which any of the ``engines`` can show; see
+        """Returns the mean of the groups, which every engine can show; see
         `StreamingDiLoCo.group_mean`.
         """
         means = in_turns([turns_of(engine.group_mean) for engine in self.engines])
         return means[0]._replace(own=self._first_own())
 
     def _map_once(self) -> None:
-        """Lets the first group map the mean outer gradients that are the same in all groups."""
+        """Shares mapped matrices between groups, whose mean outer gradients are equal."""
         fragments_of_groups = [engine.fragmented_model.fragments for engine in self.engines]
         for of_groups in zip(*fragments_of_groups, strict=True):
             once = MappedOnce(len(self.engines))
@@ -154,15 +153,15 @@ class SimulatedGroups:
                 fragment.matrices.once = once
 
     def _first_own(self) -> dict[str, Tensor]:
-        """Copies the untrained state that the first group keeps, by name."""
+        """Returns a copy of the first group's own untrained state by name."""
         states = [fragment.untrained for fragment in self.engines[0].fragmented_model.fragments]
         return {place.name: place.values.clone() for state in states for place in state.own.places}
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters, which are the same in all groups; see
-        `StreamingDiLoCo.outer_state_dict`.
+        """Returns the outer parameters of all groups; see `StreamingDiLoCo.outer_state_dict`.
 
-        On a route that is not shared, this is the mean of the groups.
+        If groups have different outer parameters because of a route, the mean of the groups is
+        returned.
         """
         first = self.engines[0]
         if first.rounds.settings.shares or first.is_finished:
@@ -172,7 +171,7 @@ class SimulatedGroups:
 
 @torch.no_grad()
 def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
-    """Gives all groups the same recut, and the first group's values of new tensors."""
+    """Makes the recuts of all groups equal and copies new tensors from the first group."""
     recuts = [group.recut for group in groups if group.recut is not None]
     names = [recut.names for recut in recuts]
     agreed = [recut.agreed(names) for recut in recuts]
@@ -183,7 +182,7 @@ def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
 
 
 def _require_own_parameters(models: Sequence[nn.Module]) -> None:
-    """Refuses models that share trainable parameters: each group would train the other's."""
+    """Refuses models that share trainable parameters."""
     owners: dict[int, int] = {}
     for group, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -191,8 +190,8 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
             if owner != group and parameter.requires_grad:
                 raise ValueError(
                     f"The models of groups {owner} and {group} share the parameter {name!r}, so"
-                    " each would train the other's. Give each group a model of its own, such as"
-                    " copy.deepcopy(model)."
+                    " each group would train the other group's model. Pass a separate model for"
+                    " each group, such as copy.deepcopy(model)."
                 )
 
 
@@ -200,8 +199,8 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
 def _start_from_first(
     models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]
 ) -> None:
-    """Gives all groups the model of the first group, and its optimizers' copies of the weights if
-    models differed.
+    """Copies the first group's model to all groups, including its optimizers' copies of the weights
+    if the models differ.
     """
     state = models[0].state_dict()
     first = WeightCopies(optimizers[0])
@@ -221,7 +220,7 @@ def _start_from_first(
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
-    """Refuses optimizers that share tensors of their state with another group's."""
+    """Refuses optimizers that share state tensors between groups."""
     owners: dict[int, int] = {}
     for group, optimizers in enumerate(groups):
         for address in _addresses(optimizers):
@@ -229,13 +228,14 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
             if owner != group:
                 raise ValueError(
                     f"The inner optimizers of groups {owner} and {group} share tensors of their"
-                    " state, so each would step on the other's. load_state_dict keeps the tensors"
-                    " it is given: load copy.deepcopy(state) in each group."
+                    " state, so each optimizer would overwrite the other's state."
+                    " load_state_dict does not copy tensors, so load copy.deepcopy(state) in"
+                    " each group."
                 )
 
 
 def _addresses(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Returns the memory addresses of the tensors in the state of optimizers."""
+    """Returns the memory addresses of all tensors in the state of optimizers."""
     addresses: set[int] = set()
     for optimizer in optimizers:
         for state in optimizer.state.values():

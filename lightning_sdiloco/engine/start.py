@@ -1,8 +1,8 @@
-"""The start of an engine, before its first step, and of rounds that restart.
+"""Checks and sets up an engine before its first step, and starts rounds from existing outer state.
 
-An engine determines its place among the ranks, makes sure that all ranks start from the same
-settings and model, and divides the model into fragments. Outer state is carried over by name when a
-model is divided again (see `recut`), or when an earlier run is resumed.
+An engine assigns its ranks to worker groups, ensures that all ranks start from the same settings
+and model, and divides the model into fragments. When a model is divided again (see `recut`) or an
+earlier run is resumed, outer state is transferred by name.
 """
 
 import logging
@@ -58,30 +58,31 @@ from lightning_sdiloco.launch.rendezvous import launched_processes
 _log = logging.getLogger(__name__)
 
 LEAST_USUAL_RATE = 0.05
-"""An outer optimizer with a lower rate gets a warning."""
+"""The learning rate of an outer optimizer below which a warning is logged."""
 
 # The name of this setting in error messages.
 _NUMBER = "the number of this engine in its process"
 
 
 class WorkerGroups:
-    """Divides the ranks of ``torch.distributed`` into worker groups before there is a model.
+    """A division of the ``torch.distributed`` ranks into worker groups, created before the model.
 
-    Create it in all processes once ``torch.distributed`` is initialised. If groups have several
-    ranks, wrap the model with its `process_group`. Pass the object to the engine as
+    Create this object in all processes after ``torch.distributed`` is initialised. If groups have
+    several ranks, wrap the model using `process_group`. Then pass the object to the engine as
     ``worker_groups``.
 
     Args:
-        worker_groups: The number of worker groups; consecutive ranks form a group. ``"auto"`` makes
-            one per process.
-        timeout: The longest time that a fragment may be in flight.
+        worker_groups: The number of worker groups. Consecutive ranks form a group. With ``"auto"``,
+            each process is a group.
+        timeout: The maximum time that a fragment may be in flight.
 
     Attributes:
-        topology: The topology of the ranks, for ``StreamingDiLoCo(topology=...)``.
+        topology: The topology of the ranks, which can be passed as
+            ``StreamingDiLoCo(topology=...)``.
 
     Raises:
-        ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does
-            not divide the ranks.
+        ValueError: If ``worker_groups`` is not a valid number, differs between ranks, or does not
+            divide the number of ranks evenly.
 
     Examples:
         >>> groups = WorkerGroups()
@@ -96,8 +97,8 @@ class WorkerGroups:
 
     @property
     def process_group(self) -> Any:
-        """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None
-        if the group has one rank.
+        """The process group of this worker group for ``DistributedDataParallel``, or None if there
+        is only one rank.
         """
         return self.topology.in_group.process_group
 
@@ -108,17 +109,17 @@ class WorkerGroups:
 
     @property
     def group_index(self) -> int:
-        """The worker group of this rank."""
+        """The index of this rank's worker group."""
         return self.topology.group_index
 
     @property
     def group_size(self) -> int:
-        """The number of ranks in a group."""
+        """The number of ranks in each worker group."""
         return self.topology.group_size
 
     @property
     def group_rank(self) -> int:
-        """The number of this rank in its group."""
+        """The index of this rank in its worker group."""
         return self.topology.group_rank
 
 
@@ -128,7 +129,7 @@ def topology_for(
     worker_groups: int | str | WorkerGroups,
     topology: Topology | None,
 ) -> Topology:
-    """Returns the worker groups of an engine: those that the caller passed, or new ones."""
+    """Returns the worker groups that the caller passed, or creates new worker groups."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -137,8 +138,8 @@ def topology_for(
     existing = topology or worker_groups.topology  # type: ignore[union-attr]
     if over_nccl and existing.num_groups > 1 and existing.exchange.device.type == "cpu":
         raise ValueError(
-            f"exchange={settings.exchange!r} was given with existing worker groups, which exchange"
-            " over gloo. Leave ':nccl' out, or give their number as worker_groups."
+            f"exchange={settings.exchange!r} cannot be used with existing worker groups, which"
+            " exchange over gloo. Remove ':nccl', or pass the number of groups as worker_groups."
         )
     return existing
 
@@ -146,22 +147,23 @@ def topology_for(
 def default_topology(
     worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None
 ) -> Topology:
-    """Divides the default process group into worker groups; without a process group, there is one.
-    All ranks must call it.
+    """Divides the ranks of ``torch.distributed``, if initialised, into worker groups. All ranks
+    must call this function.
     """
     groups = checked_worker_groups(worker_groups)
     world_size = 1
     if is_connected():
-        # This comes first, because ranks that create different process groups would wait for each
-        # other.
+        # This check comes first, because ranks that create different process groups would wait for
+        # each other forever.
         require_same_settings({"worker_groups": str(groups)}, world())
         world_size = world().size
     elif launched_processes() > 1:
         raise ValueError(
-            f"WORLD_SIZE={launched_processes()} says that a launcher started {launched_processes()}"
-            " processes, but torch.distributed is not initialised: each would train separately. Call"
-            " torch.distributed.init_process_group() in all of them first, or remove WORLD_SIZE from"
-            " the environment of a single process."
+            f"A launcher started {launched_processes()} processes"
+            f" (WORLD_SIZE={launched_processes()}), but torch.distributed is not initialised, so"
+            " each process would train separately. Call torch.distributed.init_process_group()"
+            " in all processes first. If there is only one process, remove WORLD_SIZE from its"
+            " environment."
         )
     if isinstance(groups, str):
         groups = world_size
@@ -178,8 +180,8 @@ def agreed_fragments(
     *,
     is_site: bool = False,
 ) -> tuple[tuple[Fragment, ...], torch.device]:
-    """Makes sure that all ranks start from the same settings and model, and divides it into
-    fragments. All ranks must call it.
+    """Ensures that all ranks start from the same settings and model, and divides the model into
+    fragments. All ranks must call this function.
     """
     require_same_settings({**settings.described(), _NUMBER: str(topology.engine)}, topology.world)
     check_legs(settings.routing, topology.num_groups)
@@ -197,17 +199,18 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"{clean_name(name)!r} has no shape yet: lazy modules get their shapes from the"
-                " first batch, but the model is cut into fragments before it. Run a batch through"
-                " the model before trainer.fit, for example at the end of its __init__."
+                f"{clean_name(name)!r} has no shape yet, because lazy modules infer their shapes"
+                " from the first batch, but the model is divided into fragments earlier. Run a"
+                " batch through the model before trainer.fit, for example at the end of its"
+                " __init__."
             )
     parameters = trainable(model)
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"The trainable parameter {name!r} is {parameter.dtype}, which has no float32 outer"
-                " value. Only real floating-point parameters can be exchanged. Store complex values"
-                " as two real parameters, or freeze it."
+                f"The trainable parameter {name!r} has dtype {parameter.dtype}, which cannot be"
+                " converted to float32. Only real floating-point parameters can be exchanged."
+                " Store complex values as two real parameters, or freeze the parameter."
             )
     frozen = [clean_name(name) for name, p in model.named_parameters() if not p.requires_grad]
     cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
@@ -222,12 +225,10 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 @torch.no_grad()
 def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
-    """Makes sharded parameters bit-identical on ranks that have the same values. In-group
-    collective.
-    """
+    """Makes sharded parameters bit-identical on ranks that share their values. In-group collective."""
     reshard(model)
     for fragment in fragments:
-        # Ranks with whole parameters already have the same ones.
+        # Whole parameters are already bit-identical on all ranks.
         if isinstance(fragment.layout, ShardedLayout):
             fragment.layout.write(fragment.gathered(topology.in_group))
 
@@ -239,23 +240,25 @@ def _say_what_is_unusual(
         return
     if topology.num_groups == 1 and not is_site:
         _log.warning(
-            "There is one worker group: this is plain training with an outer step. Nothing is sent,"
-            " but compression still applies; compression='fp32' changes no value."
+            "There is only one worker group, so this is plain training with an outer step."
+            " Nothing is sent, but outer gradients are still compressed. With compression='fp32',"
+            " the values are not changed."
         )
     if partition.fell_back:
         _log.warning(
-            "fragments=%r: the model has no repeated blocks, so its tensors are divided into %d"
-            " balanced fragments. Give patterns to choose the fragments yourself.",
+            "fragments=%r requires repeated blocks, which this model does not have. The model's"
+            " tensors are divided into %d balanced fragments instead. Pass patterns to choose the"
+            " fragments yourself.",
             settings.fragments,
             len(partition.fragments),
         )
     suits = settings.better_for_sparse(topology.num_groups)
     if suits:
         _log.warning(
-            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: unsent values"
-            " add up until they are sent, so training is slow or diverges unless outer_lr / (1 -"
-            " outer_momentum) is between %g and %g. Leave both out to get outer_lr=%g and"
-            " outer_momentum=%g.",
+            "outer_lr=%g and outer_momentum=%g are not suitable for compression=%r. Unsent"
+            " values accumulate until they are sent, so training is slow or diverges unless"
+            " outer_lr / (1 - outer_momentum) is between %g and %g. Omit both options to use"
+            " outer_lr=%g and outer_momentum=%g.",
             settings.outer_lr,
             settings.outer_momentum,
             settings.compression,
@@ -267,9 +270,7 @@ def _say_what_is_unusual(
 def say_what_averages_twice(
     optimizers: Sequence[Optimizer], settings: Settings, topology: Topology
 ) -> None:
-    """Warns once, on one rank, of an inner optimizer that averages its steps together with outer
-    momentum.
-    """
+    """Warns about combining outer momentum with an inner optimizer that averages its steps."""
     averaging = list[str]()
     for optimizer in optimizers:
         parts = parts_of(optimizer)
@@ -277,31 +278,29 @@ def say_what_averages_twice(
         if not switched:
             continue
         innermost = switched[-1]
-        # An optimizer that wraps another may only forward the calls, as accelerate's does. Then
-        # nothing keeps a copy of the weights.
+        # A wrapper may only forward the calls, as accelerate's optimizer does. In this case, there
+        # is no copy of the weights.
         if len(parts_of(innermost)) == 1 or copies_in(innermost):
             averaging.append(type(innermost).__name__)
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
-            "%s averages its steps, as schedule-free optimizers and GPA do, and outer_momentum=%g"
-            " averages them once more. Give outer_lr=1 and outer_momentum=0 to leave it to the"
-            " inner optimizer.",
+            "Like schedule-free optimizers and GPA, %s averages its steps, and outer_momentum=%g"
+            " averages them again. Set outer_lr=1 and outer_momentum=0 to leave the averaging to"
+            " the inner optimizer.",
             averaging[0],
             momentum,
         )
 
 
 def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> None:
-    """Warns once, on one rank, of an outer rate that suits gradients of batches but not of
-    rounds.
-    """
+    """Warns about an outer learning rate that is too low for an outer step."""
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
-            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer step"
-            " covers a whole round of training, so with rates below %g the outer model hardly"
-            " follows the groups. Give outer_optimizer=%s, or leave outer_optimizer and outer_lr"
-            " out.",
+            "The outer optimizer is %s. A learning rate of %g is suitable for the gradient of a"
+            " batch, but an outer step covers a whole round of training. With learning rates"
+            " below %g, the outer model hardly follows the groups. Pass outer_optimizer=%s, or"
+            " omit outer_optimizer and outer_lr.",
             optimizer.summary,
             optimizer.highest_rate,
             LEAST_USUAL_RATE,
@@ -313,52 +312,51 @@ def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> Non
 
 
 def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
-    """Refuses settings that differ between ranks. All ranks must call it."""
+    """Refuses settings that differ between ranks. All ranks must call this function."""
     differences = _differences(world.all_gather_object(dict(settings)))
     if differences:
         raise ValueError(
-            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All"
-            " ranks must use the same. Start them with the same script and configuration."
+            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. Start"
+            " all ranks with the same script and configuration."
         )
 
 
 def require_same_start(start: str, world: Communicator) -> None:
-    """Refuses ranks that start from different checkpoints, given a description of each start. All
-    ranks must call it.
-    """
+    """Refuses ranks that start from different checkpoints. All ranks must call this function."""
     differences = _differences(world.all_gather_object({"the start": start}))
     if differences:
         raise ValueError(
-            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same"
-            " one. If machines have separate disks, copy the file and the folder next to it to each"
-            " of them."
+            f"The ranks do not start from the same checkpoint: {differences[0]}. Pass the same"
+            " checkpoint to all ranks. If machines have separate disks, copy the checkpoint file"
+            " and the folder next to it to each machine."
         )
 
 
 def require_same_model(model: nn.Module, world: Communicator) -> None:
-    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All
-    ranks must call it.
+    """Refuses models that differ between ranks, and processors that round differently. All ranks
+    must call this function.
     """
     require_same_signatures(world.all_gather_object(signature(model)))
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     digest_of_known_values = rounding() if is_on_host else ""
     differences = _differences(
-        world.all_gather_object({"what known values give": digest_of_known_values})
+        world.all_gather_object({"the digest of a test calculation": digest_of_known_values})
     )
     if differences:
         raise ValueError(
-            f"The processors of these ranks round differently: {differences[0]}. Worker groups"
-            " would drift apart. Train on machines whose processors have the same instructions, or"
-            " set ATEN_CPU_CAPABILITY=default on all ranks to use only what every processor has."
+            f"The processors of these ranks round differently: {differences[0]}. The worker"
+            " groups would drift apart. Use machines whose processors have the same instruction"
+            " set, or set ATEN_CPU_CAPABILITY=default on all ranks to use only instructions that"
+            " every processor supports."
         )
 
 
 @cache
 def rounding() -> str:
-    """Returns a digest of the results that this processor computes from known values, with the
-    arithmetic that must be bit-identical in all groups.
+    """Returns a digest of a test calculation with all arithmetic that must be bit-identical in all
+    groups.
     """
-    # Not random numbers, because torch's differ between processors.
+    # The numbers are not random, because torch's random numbers differ between processors.
     numbers = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = numbers.view(3, -1).clone().unbind()
     codec = FP4()
@@ -375,34 +373,33 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
         outside = sorted(set(ranks_of(parameter)) - set(group_ranks))
         if outside:
             raise ValueError(
-                f"The parameter {name!r} is sharded over ranks of several worker groups:"
-                f" {_listed(outside)} are outside this rank's. Shard the model over a mesh of"
+                f"The parameter {name!r} is sharded over several worker groups, including"
+                f" {_listed(outside)} outside this rank's group. Shard the model over a mesh of"
                 f" {_listed(group_ranks)}."
             )
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(
-                f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters the"
-                " worker groups cannot exchange by name. Use fully_shard over the ranks of the"
-                " worker group."
+                f"{_module(name)} is wrapped in FullyShardedDataParallel, whose flat parameters"
+                " cannot be exchanged by name. Use fully_shard over the ranks of the worker group."
             )
         if not isinstance(module, DistributedDataParallel):
             continue
         ranks = ranks_in(module.process_group)
-        # The only rank of a group, such as a simulated worker group, may have any number.
+        # If a group has only one rank, its number does not matter, as in simulated worker groups.
         if ranks != group_ranks and max(len(ranks), topology.group_size) > 1:
             raise ValueError(
                 f"{_module(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but"
-                f" this rank's worker group is {_listed(group_ranks)}: gradients must be averaged"
-                " inside the group only, or all groups train in step. If groups have one rank, give"
-                " the model unwrapped; otherwise wrap it with DistributedDataParallel(model,"
-                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does so"
-                " with strategy='streaming_diloco'."
+                f" this rank's worker group is {_listed(group_ranks)}. Gradients must be averaged"
+                " only inside a worker group. If groups have one rank, pass the model without a"
+                " wrapper. Otherwise, wrap the model with DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group). With"
+                " strategy='streaming_diloco', Fabric wraps the model in this way."
             )
 
 
 def _module(name: str) -> str:
-    # The outermost module of a wrapper is the model itself, whatever its name there.
+    # The outermost module inside a wrapper is the model itself, regardless of its name.
     inner_name = ".".join(
         word for word in name.split(".") if word not in ("_orig_mod", "_forward_module")
     )
@@ -415,8 +412,8 @@ def _listed(ranks: list[int]) -> str:
 
 
 def align_model(model: nn.Module, topology: Topology) -> bool:
-    """Gives all groups the parameters and buffers of the first group, and returns whether they
-    differed. All ranks must call it.
+    """Copies the parameters and buffers of the first group to all groups and returns whether they
+    differed. All ranks must call this function.
     """
     ranks = _digests(model, topology)
     differed = not _are_alike(ranks, topology.group_size)
@@ -428,12 +425,11 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns of ranks that passed an earlier engine the model that group 0 passes this one, and vice
-    versa.
+    """Warns about ranks that passed two models to their engines in a different order from group 0.
 
     Args:
-        ranks: The hash of each rank's model.
-        topology: The topology, which stores the hashes for later engines.
+        ranks: A hash of each rank's model.
+        topology: The worker groups, which store the hashes for later engines.
     """
     for earlier in topology.starts:
         exchanged = list[int]()
@@ -444,21 +440,21 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
                 exchanged.append(rank)
         if exchanged and not topology.rank:
             _log.warning(
-                "Two models of one shape were exchanged: %s gave an earlier engine what rank 0"
-                " gives this one, and vice versa. They now have rank 0's values under the other's"
-                " name. Make engines in the same order on all ranks; sets, for example,"
-                " have another order in each process.",
+                "Two models with the same shapes were swapped. The model that rank 0 passes to"
+                " this engine was passed to an earlier engine by %s, and vice versa. Each model"
+                " now has the values of the other. Create engines in the same order on all ranks."
+                " The order of a set, for example, differs between processes.",
                 _listed(exchanged),
             )
     topology.starts.append(ranks)
 
 
 def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
-    """Gives all ranks the parameters and buffers of the first group where theirs differ. All ranks
-    must call it.
+    """Copies differing parameters and buffers from the first group to all ranks. All ranks must
+    call this function.
 
-    Returns the names of those that differed. Buffers that belong to a single rank, those with
-    ``persistent=False``, are not changed, nor are tensors of different shapes or types.
+    Returns the names of all tensors that differed. Tensors with different shapes or dtypes are not
+    changed. Non-persistent buffers are ignored, because they belong to a single rank.
     """
     reshard(model)
     tensors = _tensors_of_groups(model)
@@ -469,8 +465,7 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
     differing = list[str]()
     for name in dict.fromkeys(chain.from_iterable(ranks)):
         by_rank = [rank.get(name, (None, False, 0)) for rank in ranks]
-        # Ranks have parts of a sharded tensor: each part is compared with the same part in the
-        # first group.
+        # Each part of a sharded tensor is compared with the same part in the first group.
         size = topology.group_size if by_rank[0][1] else 1
         if by_rank == [by_rank[rank % size] for rank in range(len(ranks))]:
             continue
@@ -481,7 +476,7 @@ def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
 
 
 def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, without the buffers that belong to a single rank."""
+    """Returns parameters and persistent buffers by name."""
     left_out = set[str]()
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -491,15 +486,15 @@ def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Describes shape, type and sharding of a parameter or buffer."""
+    """Describes the shape, dtype and sharding of a parameter or buffer."""
     if is_lazy(tensor):
         return "without a shape"
     return f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Gives all ranks a tensor of rank 0, or for a sharded tensor, the part of the corresponding
-    rank in the first group.
+    """Broadcasts rank 0's tensor to all ranks. Parts of a sharded tensor are sent by the
+    corresponding ranks of the first group.
     """
     ranks = topology.peers if is_sharded(tensor) else topology.world
     ranks.broadcast(local(tensor))
@@ -507,20 +502,20 @@ def broadcast(tensor: Tensor, topology: Topology) -> None:
 
 def is_aligned(model: nn.Module, topology: Topology) -> bool:
     """Returns whether the parameters and buffers of all groups are bit-identical. All ranks must
-    call it.
+    call this function.
     """
     return _are_alike(_digests(model, topology), topology.group_size)
 
 
 class _Digests(NamedTuple):
-    """The digests of the tensors that a rank has whole, and of those that it has in part."""
+    """The digests of a rank's whole tensors and of its parts of sharded tensors."""
 
     full: tuple[int, ...]
     parts: tuple[int, ...]
 
 
 def _digests(model: nn.Module, topology: Topology) -> list[_Digests]:
-    """Returns the digests of all ranks."""
+    """Returns the digests of every rank's tensors."""
     reshard(model)
     tensors = [*model.parameters(), *model.buffers()]
     full = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
@@ -537,7 +532,7 @@ def _are_alike(ranks: Sequence[_Digests], group_size: int) -> bool:
 
 
 def require_same_signatures(signatures: list[dict[str, str]]) -> None:
-    # Tensors are paired by order, so the order must also be the same.
+    # Tensors are matched by order, so their order must also be the same.
     places = list[dict[str, str]]()
     for names in signatures:
         places.append({name: f"in place {place}" for place, name in enumerate(names)})
@@ -547,16 +542,15 @@ def require_same_signatures(signatures: list[dict[str, str]]) -> None:
         if len(differences) > 5:
             shown += f"; and {len(differences) - 5} more"
         raise ValueError(
-            f"The model differs between ranks: {shown}. All ranks must build the same model, with"
-            " the same names, shapes and dtypes. Do not let its construction depend on the rank. If"
-            " a process trains several models, all ranks must make their engines in the same order."
+            f"The model differs between ranks: {shown}. All ranks must build the same model with"
+            " the same names, shapes and dtypes. The code that builds the model must not depend"
+            " on the rank. If a process trains several models, all ranks must create their"
+            " engines in the same order."
         )
 
 
 def signature(model: nn.Module) -> dict[str, str]:
-    """Describes the properties of every parameter and buffer that must not differ between ranks, in
-    order.
-    """
+    """Describes the properties of each parameter and buffer that must not differ between ranks."""
     kinds = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -565,7 +559,7 @@ def signature(model: nn.Module) -> dict[str, str]:
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
-    """Returns a sentence for every key whose text is not the same on all ranks."""
+    """Returns a sentence for each key whose text differs between ranks."""
     differences = []
     for name in dict.fromkeys(chain.from_iterable(ranks)):
         by_text: dict[str, list[int]] = {}
@@ -578,7 +572,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 def _some(ranks: list[int]) -> str:
-    """Lists up to eight ranks."""
+    """Formats a list of up to eight ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = ", ..." if len(ranks) > 8 else ""
@@ -589,9 +583,7 @@ def _some(ranks: list[int]) -> str:
 
 
 class NamedOuter(NamedTuple):
-    """The whole outer state of all fragments, by name; ``rounds`` is the smallest number of outer
-    steps so far.
-    """
+    """The outer state of all fragments by name, and the minimum number of outer steps so far."""
 
     parameters: Mapping[str, OuterParameter]
     untrained: Mapping[str, Tensor]
@@ -599,7 +591,7 @@ class NamedOuter(NamedTuple):
 
 
 def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
-    """Joins the outer state of all fragments by name. In-group collective."""
+    """Returns the outer state of all fragments by name. In-group collective."""
     parameters: dict[str, OuterParameter] = {}
     untrained: dict[str, Tensor] = {}
     for fragment in fragments:
@@ -613,10 +605,10 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 def start_from(
     fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator
 ) -> None:
-    """Takes outer state by name. A parameter without outer state keeps its local value and starts
+    """Loads outer state by name. Parameters without outer state keep their local values and start
     without momentum.
     """
-    # All fragments of a round have the same learning rate, including new ones.
+    # All fragments of a round, including new fragments, have the same learning rate.
     rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
         layout = fragment.layout
@@ -636,6 +628,7 @@ def require_same_fragments(
     names = [list(fragment.layout.names) for fragment in fragments]
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(
-            f"The state has other fragments: {len(saved)} instead of {len(names)}, or with other"
-            " parameters. Resume with the same model and the same fragments."
+            "The fragments of the saved state differ from the fragments of this model"
+            f" ({len(saved)} saved, {len(names)} in this model). Resume with the same model and"
+            " the same fragments."
         )

@@ -1,6 +1,6 @@
-"""Turns: methods of the engine that pause to let other groups in the same process work.
+"""Lets the methods of an engine pause while other groups in the same process run.
 
-A group waits for the launches of the others. In separate processes, groups do this in parallel. In
+A group waits until all other groups have launched. Groups in separate processes run in parallel. In
 one process, each group is a generator that pauses after its launches, and no group continues until
 all have paused.
 """
@@ -16,8 +16,8 @@ Turns = Generator[None, None, Result]
 
 
 def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
-    """Turns a generator into a method that does all the work of a group in one call, for other
-    groups in other processes; `turns_of` still pauses.
+    """Turns a generator method into a method that runs without pauses, for use with one group per
+    process. `turns_of` still returns the generator.
     """
 
     @wraps(verb)
@@ -30,8 +30,8 @@ def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments,
 def turns_of(
     verb: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Turns[Result]:
-    """Begins a method that takes turns, such as ``engine.step``. Returns a generator that pauses
-    after launches, and finally returns the method's result.
+    """Returns the generator of a method that takes turns, such as ``engine.step``. The generator
+    pauses after launches and returns the method's result.
     """
     assert isinstance(verb, MethodType)
     turns: Turns[Result] = vars(verb.__func__)["__wrapped__"](verb.__self__, *args, **kwargs)
@@ -39,8 +39,8 @@ def turns_of(
 
 
 def in_turns(groups: Sequence[Turns[Result]]) -> list[Result]:
-    """Runs all groups of this process in turn, each until its next pause. Returns the result of
-    each.
+    """Runs each group of this process in turn until its next pause, and returns the groups'
+    results.
     """
     results: dict[int, Result] = {}
     while len(results) < len(groups):

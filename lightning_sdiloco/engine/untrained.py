@@ -1,26 +1,27 @@
-"""State that no optimizer trains: buffers, and frozen parameters that code changes.
+"""Exchanges state that no optimizer trains, such as buffers and frozen parameters.
 
-[Note: kinds of untrained state] Every such tensor has one kind. Users set kinds by patterns with
-``untrained=`` of the engine; `default_kinds` chooses the others.
+[Note: kinds of untrained state] Each untrained tensor has one kind. Users can set kinds with name
+patterns in the engine's ``untrained`` argument. `default_kinds` chooses all other kinds.
 
 =========  ==============================  ====================================================
-kind       by default                      its way through training
+kind       default for                     treatment during training
 =========  ==============================  ====================================================
-``mean``   floating-point buffers, such    Groups take the plain mean, in at least float32, with
-           as statistics and moving        each landing of the fragment; it is mixed like the
-           averages                        parameters.
-``first``  single values, whole numbers,   Groups take the values of the first group that
-           and vectors of length one       counted, with each landing, in the buffer's own
+``mean``   floating-point buffers, such    At each landing of the fragment, groups take the
+           as statistics and moving        plain mean, computed with at least float32
+           averages                        precision. Means are mixed with local values in the
+                                           same way as parameters.
+``first``  single values, integers, and    At each landing, groups take the values of the first
+           vectors of length one           group that was included in the mean, in the buffer's
                                            dtype.
-``own``    frozen parameters, and modules  Each group keeps its own in training. Validation,
-           whose buffers are `large`       checkpoints and the end of training show those of the
-                                           first group.
+``own``    frozen parameters, and modules  During training, each group keeps its own values. In
+           whose buffers are `large`       validation, in checkpoints and after training, all
+                                           groups use the first group's values.
 =========  ==============================  ====================================================
 
-A tensor that some group has changed is exchanged once all groups know of it. Constants are not
-exchanged and remain bit-identical. If all groups have changed whole numbers in the same way, as in
-counters, each group keeps and shows its present values. Buffers that are not persistent belong to a
-single rank, unless a pattern names them.
+A tensor that any group has changed is exchanged as soon as the other groups have been notified.
+Constants are not exchanged and remain bit-identical. If all groups have changed integers in the
+same way, as with a counter, each group keeps and shows its current values. Non-persistent buffers
+belong to a single rank unless a pattern matches their name.
 """
 
 import logging
@@ -44,21 +45,21 @@ from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, loca
 
 _log = logging.getLogger(__name__)
 
-# Buffers of one module that are larger than this are exchanged only if they are smaller than half
-# of the trained parameters.
+# Larger buffers of a module are exchanged only if they are smaller than half of the trained
+# parameters.
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
-# The tolerance for the length of vectors of length one, as in spectral norms and queues of
-# features.
+# The tolerance for recognising vectors of length one, as in spectral norms and feature queues.
 _TOLERANCE = 1e-3
 
-# One bit for each exchanged tensor shows whether it changed; further tensors share the last of
-# these bits. The highest bit shows whether a tensor of the kind `own` changed.
+# Each exchanged tensor has a bit that is set if the tensor has changed. If there are too many
+# tensors, they share the last of these bits. The highest bit is set if a tensor of the kind `own`
+# has changed.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
 
-# The approximate number of values of a tensor that are compared at a launch.
+# The approximate number of values per tensor that are compared at a launch.
 _SAMPLED = 64
 
 
@@ -71,8 +72,8 @@ class Kind(str, Enum):
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a model. The tensor is looked up at each use, because code may
-    rebind it.
+    """The location of a tensor in a model. The tensor is looked up on each access, because code may
+    replace it.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Place(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """True while the model has the tensor."""
+        """Whether the model currently has the tensor."""
         return self._held.get(self.key) is not None
 
     @property
@@ -101,14 +102,14 @@ class Place(NamedTuple):
         tensor: Tensor | None = self._held.get(self.key)
         if tensor is None:
             raise ValueError(
-                f"{self.name!r} was part of the model when it was cut into fragments, but no longer"
-                " exists. Replace or remove modules before training, or between epochs; in"
-                " your own loop call recut() afterwards, on all ranks."
+                f"{self.name!r} was part of the model when it was divided into fragments, but no"
+                " longer exists. Replace or remove modules before training or between epochs. In"
+                " your own training loop, call recut() afterwards on all ranks."
             )
         return tensor
 
     def write(self, values: Tensor) -> None:
-        """Overwrites the tensor, or rebinds a buffer if its shape has changed."""
+        """Overwrites the tensor, or replaces a buffer if its shape has changed."""
         held = self.values
         if held.shape == values.shape:
             held.copy_(values)
@@ -117,12 +118,12 @@ class Place(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """This rank's part of the tensor, without autograd. Writing to it writes to the model."""
+        """A detached view of this rank's part of the tensor."""
         return local(self.tensor)
 
 
 def untrained_places(model: nn.Module) -> Iterator[Place]:
-    """Yields the places of buffers and frozen parameters, each tensor once."""
+    """Yields the places of all buffers and frozen parameters without duplicates."""
     seen = set[int]()
     for prefix, module in model.named_modules():
         path = tuple(prefix.split(".")) if prefix else ()
@@ -141,13 +142,13 @@ def untrained_places(model: nn.Module) -> Iterator[Place]:
 def kinds_of(
     model: nn.Module, named: Mapping[str, str], before: Mapping[str, Kind]
 ) -> dict[Place, Kind]:
-    """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to
-    a single rank.
+    """Returns the kind of each untrained tensor, except for buffers that belong to a single rank.
 
     Args:
-        model: The model that is divided.
-        named: Kinds by patterns of names, from the user.
-        before: Kinds by name, if the model was divided before.
+        model: The model to be divided.
+        named: The user's kinds by name pattern.
+        before: The kinds by name from an earlier division
+            of the model.
     """
     places = list(untrained_places(model))
     _require_matches(model, places, named)
@@ -163,14 +164,14 @@ def kinds_of(
             _require_whole(place)
         if kind is Kind.MEAN and not place.tensor.is_floating_point():
             raise ValueError(
-                f"untrained={{{place.name!r}: 'mean'}} was given, but its values are"
-                f" {place.tensor.dtype}, which have no mean. Choose 'first' or 'own'."
+                f"untrained={{{place.name!r}: 'mean'}} is not possible, because"
+                f" {place.tensor.dtype} values cannot be averaged. Choose 'first' or 'own'."
             )
     return kinds
 
 
 def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
-    """Chooses the kind if none of the user's patterns match; see [Note: kinds of untrained state]."""
+    """Chooses the default kind of each tensor; see [Note: kinds of untrained state]."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained_bytes = 4 * sum(parameter.numel() for parameter in trained)
     most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)
@@ -190,7 +191,7 @@ def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind
 
 
 def has_mean(values: Tensor) -> bool:
-    """Returns whether the mean of such values is meaningful.
+    """Returns whether a mean of such values is meaningful.
 
     Examples:
         >>> [has_mean(values) for values in (torch.zeros(3), torch.zeros(()), torch.arange(3), torch.eye(3))]
@@ -218,15 +219,15 @@ def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[s
             name = clean_name(full_name)
             if parameter.requires_grad and fnmatchcase(name, pattern):
                 raise ValueError(
-                    f"untrained={{{pattern!r}: ...}} names the trainable parameter {name!r}. It is"
-                    " for buffers and frozen parameters: trained ones are averaged anyway. Change"
-                    " the pattern, or leave it out."
+                    f"untrained={{{pattern!r}: ...}} matches the trainable parameter {name!r},"
+                    " but applies only to buffers and frozen parameters. Trainable parameters"
+                    " are always averaged. Correct or remove the pattern."
                 )
         shown = ", ".join(repr(place.name) for place in places[:5]) or "none"
         more = ", ..." if len(places) > 5 else ""
         raise ValueError(
-            f"untrained={{{pattern!r}: ...}} matches no buffer and no frozen parameter of the"
-            f" model. The model has: {shown}{more}. Correct the pattern, or leave it out."
+            f"untrained={{{pattern!r}: ...}} matches no buffer or frozen parameter of the model."
+            f" Available names: {shown}{more}. Correct or remove the pattern."
         )
 
 
@@ -234,8 +235,9 @@ def _require_whole(place: Place) -> None:
     if is_sharded(place.tensor):
         raise ValueError(
             f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded."
-            " Untrained state is sent whole, by one rank of a group: keep it as a plain tensor,"
-            f" register it with persistent=False, or give untrained={{{place.name!r}: 'own'}}."
+            " One rank of each group sends untrained state, so the tensor must not be sharded."
+            " Use a plain tensor, register the buffer with persistent=False, or pass"
+            f" untrained={{{place.name!r}: 'own'}}."
         )
 
 
@@ -243,12 +245,12 @@ def _require_whole(place: Place) -> None:
 
 
 def to_bytes(values: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, flat; a view if the tensor is contiguous."""
+    """Returns the bytes of a tensor as a flat tensor, without copying contiguous tensors."""
     return values.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _is_whole(values: Tensor) -> Tensor:
-    """Returns whether all values are whole numbers."""
+    """Returns whether all values are integers."""
     if not values.is_floating_point():
         return torch.tensor(not values.is_complex(), device=values.device)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -256,13 +258,13 @@ def _is_whole(values: Tensor) -> Tensor:
 
 
 def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor of the same shape and dtype as another one, from its bytes, as a copy."""
-    # A view of another dtype must start at an aligned address.
+    """Creates a tensor with the shape and dtype of ``like`` from a copy of its bytes."""
+    # A view with a different dtype must start at an aligned address.
     return flat.clone().view(like.dtype).view(like.shape)
 
 
 def all_alike(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns, for each value, whether tensors of one shape and dtype are bit-identical there."""
+    """Returns a mask of values that are bit-identical in all tensors."""
     first = tensors[0]
     first_bytes = to_bytes(first)
     is_alike = torch.ones(first.numel(), dtype=torch.bool, device=first.device)
@@ -273,23 +275,22 @@ def all_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits; NaNs with the same bits are
-    equal.
-    """
+    """Returns whether two tensors have the same shape, dtype and bits, including the bits of NaNs."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     return torch.equal(to_bytes(tensor), to_bytes(other))
 
 
 def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[bool]]:
-    """Returns the plain mean over the groups, and the groups that it leaves out.
+    """Returns the plain mean over the groups, and for each group whether it is excluded.
 
-    A value that is the same in all groups remains bit-identical, including infinities. A group with
-    a value that is not finite and not the same everywhere is left out.
+    A value that is equal in all groups remains bit-identical, including infinities. A group is
+    excluded if it has a non-finite value that differs from another group's value.
 
     Args:
-        rows: The values, by group.
-        outer: The values to return if no group can count; None for those of the first group.
+        rows: The values of each group.
+        outer: The values to return if all groups are excluded. If None, the first group's values
+            are returned.
 
     Examples:
         >>> inf = float("inf")
@@ -309,16 +310,16 @@ def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[b
 
 
 def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) -> None:
-    """Mixes outer values into local ones, elementwise.
+    """Mixes outer values into local values elementwise.
 
     Args:
-        values: The local values. Those that equal the outer ones are unchanged; others that are not
-            finite are replaced.
+        values: The local values. Values that equal the outer values are unchanged, and other
+            non-finite values are replaced.
         outer: The outer values.
-        kept_share: The share of the local values in the mean.
-        is_kept: Where local values are unchanged: a boolean for each value, or one for all.
+        kept_share: The share of the local values in the result.
+        is_kept: A mask of local values that remain unchanged, or a single boolean for all values.
     """
-    # Code may have bound a tensor on another device.
+    # Code may have replaced the tensor with a tensor on another device.
     outer = outer.to(values.device, values.dtype)
     is_kept = is_kept.to(values.device)
     mixed = outer
@@ -332,15 +333,15 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of a tensor, and the senders that are left out because their
-    values are not finite.
+    """Returns the new outer values of a tensor and the senders that are excluded because of
+    non-finite values.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
-        sent: The values of all senders that count, by name, in order.
+        sent: The values of all included senders by name, in order.
         outer: The previous outer values.
-        keeps_outer: Whether these are kept if no sender can count; otherwise, the first values sent
-            are taken.
+        keeps_outer: Whether to keep the previous outer values if
+            all senders are excluded. Otherwise, the first sender's values are used.
     """
     if kind is Kind.MEAN:
         rows = torch.stack([values.flatten() for values in sent.values()])
@@ -354,13 +355,13 @@ def new_outer(
 
 
 def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
-    """Logs the senders whose values were left out of a mean, by the name of the tensor."""
+    """Logs a warning about senders that were excluded from the mean of a tensor."""
     sources = list[str]()
     for name, senders in left_out.items():
         sources += [f"{name!r} of {sender}" for sender in senders]
     if sources:
         _log.warning(
-            "Buffers that are not finite are left out of the mean and get the outer values: %s.",
+            "Non-finite buffers are excluded from the mean and replaced with the outer values: %s.",
             ", ".join(sources),
         )
 
@@ -369,15 +370,15 @@ def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
 
 
 class Arrived(NamedTuple):
-    """The untrained state of a fragment that a flight delivers, by index.
+    """The untrained state of a fragment that a flight received, indexed by tensor.
 
     Attributes:
         outer: The new outer values.
-        is_alike: A boolean for each tensor: whether all groups have changed it to the same whole
-            numbers, as with a counter.
-        is_kept: Booleans: whether this group keeps its own values, because all groups take those
+        is_alike: Whether all groups have changed the tensor to the same integers, as with a
+            counter.
+        is_kept: A mask of values that this group keeps, because the new outer values are the values
             that it sent.
-        own: By name, the state that the first site keeps, from the last record of a federation.
+        own: The first site's own untrained state by name, from the last record of a federation.
     """
 
     outer: Mapping[int, Tensor]
@@ -407,15 +408,15 @@ class Changes(NamedTuple):
 
 
 class OwnState:
-    """The state that each group keeps for itself. Detects whether code has changed it since the
-    start.
+    """The untrained state that each group keeps for itself, including the detection of changes
+    since the start.
 
     Attributes:
-        places: The places of its tensors in the model.
+        places: The places of the tensors in the model.
         known: The names of tensors from earlier fragments of the model.
-        digests: Digests at the start of training, by name; None for tensors that differed between
-            groups.
-        of_first: By name, the values that the first site of a federation kept in its last round.
+        digests: The digests at the start of training by name, with None for tensors that differed
+            between groups.
+        of_first: The first site's own values in the last round of a federation, by name.
     """
 
     def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
@@ -430,49 +431,45 @@ class OwnState:
         self._has_changed = False
 
     def has_changed(self) -> bool:
-        """Compares a few values of each tensor, and all values only if these or the versions of
-        tensors differ.
+        """Returns whether any tensor has changed. All values are compared only if a sample or a
+        version differs.
         """
         mark = self._marked()
         if mark != self._mark:
-            # Code may have written the same values, as a broadcast of buffers does.
+            # Code may have written the same values again, as a broadcast of buffers does.
             self._has_changed = self._has_changed or bool(self.changed())
             self._mark = mark
         return self._has_changed
 
     def changed(self) -> list[Place]:
-        """Compares all values, and returns the places that have changed since the start."""
+        """Compares all values and returns the places that have changed since the start."""
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
     def nbytes(self) -> list[int]:
-        """Returns how many bytes each tensor had when the model was divided, over all ranks of a
-        group.
-        """
+        """Returns each tensor's size in bytes at the division, including the parts on other ranks."""
         forms = [self._forms[place.name] for place in self.places]
         return [shape.numel() * dtype.itemsize for shape, dtype in forms]
 
     def new_empty(self, place: Place) -> Tensor:
-        """Returns an uninitialised tensor of the shape and dtype that a tensor had when the model
-        was divided.
+        """Returns an uninitialised tensor with the shape and dtype that the tensor had at the
+        division.
         """
         shape, dtype = self._forms[place.name]
         return torch.empty(shape, dtype=dtype, device=place.tensor.device)
 
     def shown_of_first(self) -> dict[str, Tensor]:
-        """Returns `of_first`, without tensors whose shapes code has changed on this rank."""
+        """Returns `of_first` without tensors whose shapes have changed on this rank."""
         fitting = self.fitting(self.of_first)
         for name in self.of_first.keys() - fitting.keys():
             _log.warning(
-                "%r has another shape or dtype than that of the first site: this site keeps its"
-                " own.",
+                "%r has a different shape or dtype on the first site, so this site keeps its own"
+                " values.",
                 name,
             )
         return fitting
 
     def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those values, by name, that have the shape and dtype of an unsharded tensor of
-        the model.
-        """
+        """Returns all values that match the shape and dtype of an unsharded tensor of the model."""
         fitting = dict[str, Tensor]()
         for place in self.places:
             candidate = values.get(place.name)
@@ -483,8 +480,8 @@ class OwnState:
         return fitting
 
     def copies(self) -> list[Tensor]:
-        """Copies the tensors that code has changed since the start and that this rank has whole;
-        empty tensors represent the others.
+        """Copies each unsharded tensor that has changed since the start. Other tensors are
+        represented by empty tensors.
         """
         changed = list[str]()
         if self.has_changed():
@@ -505,7 +502,8 @@ class OwnState:
         for place in self.places:
             values = place.values
             versions.append((values.data_ptr(), place.tensor._version))
-            # Some code bypasses autograd, as ``p.data.mul_()`` does, and changes no version.
+            # Some code, such as ``p.data.mul_()``, bypasses autograd and does not change the
+            # version.
             if values.is_contiguous():
                 stride = max(1, values.numel() // _SAMPLED)
                 samples.append(to_bytes(values.view(-1)[::stride]))
@@ -517,16 +515,16 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 class UntrainedState:
-    """The untrained state of a fragment: tensors that are exchanged with it and have outer values,
-    and tensors that groups keep.
+    """The untrained state of a fragment, which consists of exchanged tensors with outer values and
+    of tensors that each group keeps.
 
     Attributes:
         kinds: The kind of each exchanged tensor.
-        outer: The outer values of each exchanged tensor: at least float32 for a mean, otherwise the
-            tensor's dtype.
+        outer: The outer values of each exchanged tensor. Means have at least float32 precision, and
+            other values keep their dtype.
         own: The tensors that are not exchanged.
-        own_moved: Whether some group has changed a tensor of the kind `own`; the same in all
-            groups.
+        own_moved: Whether any group has changed a tensor of the kind `own`. All groups agree on
+            this value.
     """
 
     def __init__(
@@ -543,16 +541,17 @@ class UntrainedState:
         self.own_moved: bool = any(state.own_moved for state in before)
         self._places = [place for place in kinds if kinds[place] is not Kind.OWN]
         self.kinds = [kinds[place] for place in self._places]
-        # Patterns of names whose kind a user has set; the other kinds follow from the first values.
+        # Name patterns of the kinds that a user has set. All other kinds depend on the initial
+        # values.
         self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
         self._has_warned = False
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # Whether whole numbers have changed in the same way in all groups. Each group shows its
-        # present values of these, which are newer than the outer ones.
+        # Whether the integers of a tensor have changed in the same way in all groups. Each group
+        # shows its current values of such tensors, which are newer than the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        # The tensors that code has overwritten in a validation, on which an earlier flight must not
-        # land.
+        # The tensors that code has overwritten during validation, on which an earlier flight must
+        # not land.
         self._rewritten = set[int]()
 
     @property
@@ -570,7 +569,7 @@ class UntrainedState:
         return [place.tensor for place in self._places]
 
     def kinds_by_name(self) -> dict[str, Kind]:
-        """Returns the kinds of all tensors, exchanged or kept by groups."""
+        """Returns the kinds of all tensors by name."""
         kinds = dict(zip(self.names, self.kinds, strict=True))
         return kinds | {place.name: Kind.OWN for place in self.own.places}
 
@@ -582,19 +581,15 @@ class UntrainedState:
         return values.to(dtype, copy=True)
 
     def note_rewritten(self, names: Collection[str]) -> None:
-        """Records tensors that code has overwritten, so that flights with older values do not land
-        on them.
-        """
+        """Records overwritten tensors, on which flights with older values must not land."""
         self._rewritten |= {index for index, name in enumerate(self.names) if name in names}
 
     def launched(self) -> None:
-        """Records that a flight contains the present values of the model."""
+        """Records that a flight has read the current values of the model."""
         self._rewritten.clear()
 
     def let_go(self) -> None:
-        """Replaces tensors that the model no longer has, or has in another shape, by copies until
-        the model is divided again.
-        """
+        """Replaces removed or reshaped tensors with copies until the model is divided again."""
         self.own.places = [place for place in self.own.places if place.is_there]
         for index, place in enumerate(self._places):
             if not place.is_there or not self._fits(index):
@@ -603,10 +598,11 @@ class UntrainedState:
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
     def expect_unlike(self, alike: Collection[str]) -> None:
-        """Records frozen parameters that may differ between groups, such as those of a new copy.
+        """Records frozen parameters that may differ between groups, such as parameters of a new
+        copy.
 
         Args:
-            alike: The names of tensors that are the same in all groups.
+            alike: The names of tensors that are equal in all groups.
         """
         for place in self.own.places:
             if place.name not in alike and place.name not in self.own.known:
@@ -614,19 +610,19 @@ class UntrainedState:
                 self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
-        """Copies the present values of the exchanged tensors, or their outer values if code has
-        bound a tensor that cannot be exchanged.
+        """Copies the current values of all exchanged tensors, or the outer values of tensors that
+        can no longer be exchanged.
         """
         copies = list[Tensor]()
         for index, outer in enumerate(self.outer):
             values = self._places[index].values if self._is_exchanged(index) else outer
-            # Groups expect a fixed length for each tensor, whatever code has bound.
+            # Groups expect a fixed length for each tensor, even if code has replaced the tensor.
             copies.append(values.to(outer.device, outer.dtype, copy=True))
         return copies
 
     def _fits(self, index: int) -> bool:
-        """Returns whether the outer values can represent the values of the model: their shape, and
-        every value of their dtype.
+        """Returns whether the outer values can represent the shape and every value of the model's
+        tensor.
         """
         values = self._places[index].values
         if values.shape != self._shapes[index]:
@@ -640,9 +636,9 @@ class UntrainedState:
         if not self._has_warned:
             place = self._places[index]
             _log.warning(
-                "%r had the shape %s and outer values of %s when the model was cut, and has %s and"
-                " %s now: the worker groups cannot exchange it, and each keeps its own. Give"
-                " untrained={%r: 'own'} to confirm this.",
+                "%r had the shape %s and outer values of %s when the model was divided, but now has"
+                " the shape %s and values of %s. The worker groups cannot exchange the new values,"
+                " so each group keeps its own values. Pass untrained={%r: 'own'} to confirm this.",
                 place.name,
                 tuple(self._shapes[index]),
                 self.outer[index].dtype,
@@ -670,12 +666,12 @@ class UntrainedState:
         return Changes(bits, size)
 
     def travelling(self, changed: int) -> list[int]:
-        """Returns the indices of the tensors to exchange, given the combined bits of all groups."""
+        """Returns the indices of the tensors to exchange from the combined bits of all groups."""
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of the tensors that a site sends: those that differ from the outer
-        values, followed by those of the kind `own` that are not empty.
+        """Returns the indices of all tensors that a site sends. Exchanged tensors that have changed
+        come first, followed by non-empty tensors of the kind `own`.
         """
         changed = list[int]()
         for index, outer in enumerate(self.outer):
@@ -687,12 +683,12 @@ class UntrainedState:
         return changed
 
     def size(self, snapshot: Sequence[Tensor], indices: Iterable[int]) -> float:
-        """Returns the size of the tensors at some indices of a snapshot: the largest value of a
-        tensor divided by its largest outer value, or by 1 if these are all 0; the maximum over all
-        tensors.
+        """Returns the maximum size of the tensors at the given indices of a snapshot. The size of a
+        tensor is its largest value divided by its largest outer value, or by 1 if all outer values
+        are 0.
 
-        Whole numbers, and tensors that groups keep, do not count. The size is `NOT_FINITE` if a
-        value is not finite but its outer value is.
+        Integers and tensors of the kind `own` are ignored. The size is `NOT_FINITE` if a value is
+        not finite but its outer value is finite.
         """
         extents = list[Tensor]()
         for index in indices:
@@ -709,11 +705,11 @@ class UntrainedState:
         return min(size, NOT_FINITE / 2.0)
 
     def nbytes(self, index: int) -> int:
-        """Returns how many bytes of a message the values at an index take."""
+        """Returns the size in bytes of a tensor's values in a message."""
         return self.outer[index].numel() * self.outer[index].element_size()
 
     def commit(self, arrived: Arrived, changed: int) -> None:
-        """Takes new outer values, and records whether some group has changed a tensor of the kind
+        """Commits new outer values and records whether any group has changed a tensor of the kind
         `own`.
         """
         for index, values in arrived.outer.items():
@@ -723,8 +719,8 @@ class UntrainedState:
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Writes outer values that have arrived into the local ones; means are mixed. With a share
-        of 1, groups train separately.
+        """Writes new outer values into the model. Means are mixed with local values, and a share of
+        1 keeps all local values.
         """
         for index in arrived.outer:
             is_mean = self.kinds[index] is Kind.MEAN
@@ -735,15 +731,15 @@ class UntrainedState:
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; counters that all groups have changed in the same
-        way keep their present values.
+        """Writes the outer values into the model, except for counters that all groups have changed
+        in the same way.
         """
         for index, is_alike in enumerate(self._is_alike):
             if self._is_exchanged(index):
                 mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
 
     def recover(self) -> None:
-        """Replaces values that are not finite, and all means, by outer values."""
+        """Replaces all means and all non-finite values with outer values."""
         for index, kind in enumerate(self.kinds):
             if self._is_exchanged(index):
                 values = self._places[index].values
@@ -751,21 +747,21 @@ class UntrainedState:
                 mix_in(values, self.outer[index], 0.0, is_kept & values.isfinite())
 
     def write_values(self, outer: Mapping[int, Tensor]) -> None:
-        """Shows values that a flight has delivered, instead of the outer ones."""
+        """Writes values received by a flight into the model."""
         for index, values in outer.items():
             if self._is_exchanged(index):
                 self._places[index].values.copy_(values)
 
     def take_local(self) -> None:
-        """Makes the local values, which are the same in all groups, the outer ones."""
+        """Replaces the outer values with the local values, which must be equal in all groups."""
         self.outer = self.snapshot()
 
     def named(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.outer, strict=True))
 
     def digested(self) -> Tensor | None:
-        """Returns the outer values as one vector of whole words, for a digest; None if there are
-        none.
+        """Returns the outer values as a vector of 32-bit words for a digest, or None if there are
+        no outer values.
         """
         if not self.outer:
             return None
@@ -773,7 +769,7 @@ class UntrainedState:
         return nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer values on the host, and the record of the tensors that groups keep."""
+        """Returns the outer values on the host and the state of tensors that each group keeps."""
         return {
             "buffer_names": list(self.names),
             "buffer_kinds": [kind.value for kind in self.kinds],
@@ -790,10 +786,10 @@ class UntrainedState:
                 continue
             if any(fnmatchcase(name, pattern) for pattern in self._named):
                 raise ValueError(
-                    f"{name!r} was saved as untrained state of the kind {saved!r}, and is"
-                    f" {kind.value!r} now. Give untrained={{{name!r}: {saved!r}}} to resume."
+                    f"{name!r} was saved as untrained state of the kind {saved!r}, but its kind"
+                    f" is now {kind.value!r}. Pass untrained={{{name!r}: {saved!r}}} to resume."
                 )
-            # The kind followed from the values at the start, which have changed.
+            # The kind depends on the initial values, which have changed.
             self.kinds[index] = Kind(saved)
             self.outer[index] = self._copied(index)
         self._load_outer(state["buffers"])
@@ -803,7 +799,7 @@ class UntrainedState:
         self.own.of_first = dict(state["own_of_first"])
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
-        """Takes outer values by name; other tensors keep their values."""
+        """Loads outer values by name. Tensors that are not named keep their values."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
 
@@ -813,7 +809,7 @@ class UntrainedState:
 
 
 def _extents(values: Tensor, outer: Tensor) -> Tensor:
-    """Returns the largest magnitudes of values and of outer values, where these are finite."""
+    """Returns the largest magnitudes of values and outer values where outer values are finite."""
     rows = torch.stack([values.to(torch.float32), outer.to(torch.float32)])
     finite = torch.where(outer.isfinite(), rows.abs(), 0.0)
     return finite.reshape(2, -1).amax(dim=1)
@@ -829,13 +825,13 @@ def untrained_state_of(
     named: Mapping[str, str],
     before: Sequence[UntrainedState] = (),
 ) -> list[UntrainedState]:
-    """Assigns every tensor to the fragment with parameters of its module, or of the nearest module.
+    """Assigns each untrained tensor to the fragment that contains parameters of the nearest module.
 
     Args:
         model: The model.
         fragments: The fragments of the model.
-        named: Kinds by patterns of names, from the user.
-        before: The untrained state of the former fragments.
+        named: The user's kinds by name pattern.
+        before: The untrained state of the previous fragments.
     """
     fragment_of = _fragments_of_modules(fragments)
     kinds: list[dict[Place, Kind]] = [{} for _ in fragments]
@@ -851,7 +847,7 @@ def untrained_state_of(
 
 
 def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...], int]:
-    """Returns the first fragment with parameters inside each module, by the path of the module."""
+    """Maps the path of each module to the first fragment that contains parameters of the module."""
     fragment_of = dict[tuple[str, ...], int]()
     for index, fragment in enumerate(fragments):
         for name in fragment.names:
@@ -861,7 +857,7 @@ def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...]
     return fragment_of
 
 
-# The untrained state that groups send, and on which they all agree
+# The untrained state that groups send and agree on
 
 
 def agreed(
@@ -871,18 +867,17 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, followed by a byte for each tensor that shows whether
-    all groups have changed it in the same way.
+    """Returns the new outer values as bytes, followed by a byte per tensor that is set if all
+    groups have changed the tensor to the same integers.
 
-    This applies only to whole numbers: other values may be equal in all groups once, by chance, but
-    differ when they are shown.
+    Other values may be equal in all groups by chance but differ when they are shown.
 
     Args:
         state: The untrained state of the fragment.
-        sent: The bytes of each exchanged tensor, by its index and the name of the sender: all
-            senders that count, in order.
-        keeps_outer: As for `new_outer`.
-        speaks: Whether to log the senders whose values are left out.
+        sent: The bytes of each exchanged tensor by index and sender. All included senders are
+            listed in order.
+        keeps_outer: See `new_outer`.
+        speaks: Whether to log senders that are excluded.
     """
     values = list[Tensor]()
     is_alike = list[Tensor]()
@@ -892,7 +887,7 @@ def agreed(
         tensors = {sender: from_bytes(piece, like=before) for sender, piece in senders.items()}
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
         if spoilt and all_alike([before, *tensors.values()]).all():
-            # A constant that is not finite is kept: no group has changed it.
+            # A non-finite constant is kept, because no group has changed it.
             new = before
             spoilt = []
         values.append(to_bytes(new))
@@ -916,8 +911,8 @@ def arrived(
     Args:
         state: The untrained state of the fragment.
         travelling: The indices of the tensors that were sent.
-        flat: The bytes.
-        snapshot: The values of this rank at the launch.
+        flat: The bytes to read.
+        snapshot: This rank's values at the launch.
     """
     sizes = [state.nbytes(index) for index in travelling]
     pieces = flat.split([*sizes, *[1] * len(sizes)])
@@ -929,31 +924,29 @@ def arrived(
         outer[index] = from_bytes(pieces[position], like=before)
         is_alike[index] = pieces[len(sizes) + position].view(()).bool()
         is_same = all_alike([snapshot[index], outer[index]])
-        # A group keeps all or none of the values of a tensor that is not a mean.
+        # Unless a tensor is a mean, a group keeps either all or none of its values.
         is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
     return Arrived(outer, is_alike, is_kept, {})
 
 
 def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
-    """Returns how many bytes `agreed` returns."""
+    """Returns the number of bytes that `agreed` returns."""
     return sum(state.nbytes(index) + 1 for index in travelling)
 
 
-# The state that groups keep is shown with the first group's values
+# The first group's values of the state that each group keeps
 
 
 def buffer_places(model: nn.Module) -> list[Place]:
-    """Returns the places of all buffers of a model, including those that belong to a single
-    rank.
-    """
+    """Returns the places of all buffers of a model, including buffers that belong to a single rank."""
     return [place for place in untrained_places(model) if not place.is_parameter]
 
 
 def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
-    """Returns the tensors that the first group keeps, by name, where this rank has other values.
-    All ranks must call it.
+    """Returns the first group's own untrained state by name, where its values differ from this
+    rank's values. All ranks must call this function.
 
-    The first group is the lowest one without NaN in tensors that differ.
+    If possible, a group without NaNs in the differing tensors is used as the first group.
     """
     places = [place for state in states for place in state.own.places]
     if not places or topology.world.size == 1:
@@ -975,8 +968,8 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
 
 
 def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
-    """Returns the places where ranks have different values of the same shape and dtype. All ranks
-    must call it.
+    """Returns all places whose values differ between ranks but have the same shape and dtype. All
+    ranks must call this function.
     """
     digests = list[tuple[int, list[int | str]]]()
     for place in places:
@@ -987,13 +980,15 @@ def _differing(places: Sequence[Place], topology: Topology) -> list[Place]:
     for index, place in enumerate(places):
         holders = ranks
         if is_sharded(place.tensor):
-            # Ranks with the same part of a sharded tensor are compared with each other.
+            # Only ranks with the same part of a sharded tensor are compared with each other.
             holders = ranks[topology.group_rank :: topology.group_size]
         held = [rank[index] for rank in holders]
         _, first_form = held[0]
         if any(form != first_form for _, form in held):
             _log.warning(
-                "%r has another shape or dtype on other ranks: each keeps its own.", place.name
+                "%r has a different shape or dtype on other ranks, so each rank keeps its own"
+                " values.",
+                place.name,
             )
         elif held.count(held[0]) < len(held):
             differing.append(place)

@@ -1,24 +1,25 @@
-"""Copies of the weights that inner optimizers keep: finds them, and changes them with the weights.
+"""Finds the copies of the weights that inner optimizers keep, and updates them with the weights.
 
-[Note: copies of the weights] Some optimizers step on a copy of the weights and then write the
-parameters from it: the float32 masters of bfloat16 parameters, z of schedule-free optimizers, the
-slow weights of Lookahead. If a landing wrote only to the parameters, the next step would undo it.
-So a landing moves the copies by the same amount as the parameters, in float32. For a schedule-free
-optimizer, which trains on y = (1 - beta) z + beta x, this also moves x by that amount. If
-parameters are overwritten permanently with the outer ones, so are the copies.
+[Note: copies of the weights] Some optimizers step a copy of the weights and then derive the
+parameters from that copy. Examples are the float32 master weights of bfloat16 parameters, z in
+schedule-free optimizers, and the slow weights in Lookahead. If a landing changed only the
+parameters, the optimizer's next step would undo the landing. A landing therefore moves the copies
+and the parameters by the same amount, in float32. For a schedule-free optimizer, which trains on y
+= (1 - beta) z + beta x, the landing thus moves x by the same amount. When outer values permanently
+overwrite parameters, they also overwrite the copies.
 
-Copies are detected by the behaviour of the optimizer, because values are not enough: z differs from
-the parameter after one step. A new optimizer of the same class and settings trains a few small
-tensors twice, with the same gradients; in the second run, the tensors are shifted after two steps.
-If the shift shrinks, there is a copy. If shifting an entry of the state with similar values affects
-the tensors, that entry is a copy. All shifts together must be preserved in full; otherwise, moving
-these entries is not enough, and the optimizer is refused. The learning rate is tiny and weight
-decay is off, so nothing else changes a shift.
+Copies are detected from the behaviour of the optimizer. Comparing values is not sufficient, because
+z differs from the parameter after one step. A new optimizer with the same class and settings trains
+a few small tensors twice with the same gradients. In the second run, the tensors are shifted after
+two steps. If the shift shrinks, the optimizer keeps a copy. If shifting a state entry with similar
+values affects the tensors, that entry is a copy. If the shifts of all copies together are not fully
+preserved, the optimizer is refused, because moving these entries would not be sufficient. The
+learning rate is tiny and weight decay is disabled, so nothing else changes a shift.
 
 While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix
-each group's z into it. So during that time, the entries refer to the shown parameters:
-interpolating a value with itself does not change it. After the end of training, they are new
-tensors with the final parameters, from which another training may start.
+each group's z into the model. For this reason, the state entries temporarily refer to the shown
+parameters, so that each value is interpolated with itself and remains unchanged. After training,
+the entries are new tensors with the final parameters, from which further training can start.
 """
 
 import inspect
@@ -42,29 +43,29 @@ _ATTRIBUTE = "weight_copies"
 _MODE = "train_mode"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-# Long enough for slow weights that are updated every 30 steps.
+# This is long enough for slow weights that are updated every 30 steps.
 _STEPS_BEFORE = 2
 _STEPS_AFTER = 32
 _TINY_RATE = 1e-6
-# Beyond this, the small tensors have been trained despite the tiny rate, and differences are
-# meaningless.
+# The distance beyond which the small tensors have been trained despite the tiny learning rate, so
+# that differences are meaningless.
 _FARTHEST = 0.02
-# Other values in the state, such as moments, are further from the parameters.
+# State entries that are further from the parameters, such as moments, are not copies.
 _NEAR = 0.05
-# The tolerance for rounding of a shift by 1, in float32 and with shorter types.
+# The rounding tolerances for a shift by 1 in float32 and in shorter types.
 _TOLERANCE = 2e-3
 _TOLERANCE_OF_SHORT = 3e-2
 
 
 class WeightCopies:
-    """Finds the copies of parameters that inner optimizers keep; see [Note: copies of the weights].
+    """The copies of parameters that inner optimizers keep; see [Note: copies of the weights].
 
     Raises:
-        ValueError: If an optimizer keeps a copy that is not in its state.
+        ValueError: If an optimizer keeps a copy outside its state.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        # The optimizers that keep copies, and the names of the copies by the id of the optimizer.
+        # The optimizers that keep copies, and the names of their copies by the id of the optimizer.
         self._keepers = list[Any]()
         self._names = dict[int, tuple[str, ...]]()
         for optimizer in optimizers:
@@ -72,15 +73,16 @@ class WeightCopies:
             if names:
                 self._keepers.append(optimizer)
                 self._names[id(optimizer)] = names
-        # The parameters of the fragments, by name.
+        # The parameters of the fragments by name.
         self._parameters: Mapping[str, Tensor] = {}
-        # The copies that are replaced in the state while another model is shown.
+        # The copies whose state entries are replaced while another model is shown.
         self._hidden: list[_Copy] = []
-        # The modes of the optimizers before another model was shown; None while none is shown.
+        # The modes of the optimizers before another model was shown, or None while no other model
+        # is shown.
         self._modes_before: list[bool] | None = None
-        # Training has ended: copies are no longer changed, for a longer run.
+        # Whether training has ended. After the end, copies are kept unchanged for a longer run.
         self._has_ended = False
-        # The state has an entry for every name that a user gave.
+        # Whether the state is known to have an entry for each name that a user specified.
         self._is_checked = False
 
     @property
@@ -89,11 +91,11 @@ class WeightCopies:
         return bool(self._keepers)
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Sets the parameters of the fragments, by name."""
+        """Sets the parameters of the fragments by name."""
         self._parameters = parameters
 
     def of(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns this rank's parts of the copies of each parameter."""
+        """Returns this rank's part of each copy of each parameter."""
         copies = [list[Tensor]() for _ in parameters]
         if self._keepers and not self._has_ended:
             self._check_names()
@@ -104,8 +106,8 @@ class WeightCopies:
     # While another model is shown, and after the end
 
     def hide(self) -> None:
-        """Replaces the copies of optimizers that switch between two sets of weights by the
-        parameters themselves.
+        """Replaces copies with the parameters in all optimizers that switch between two sets of
+        weights.
         """
         self._modes_before = self._modes()
         self._hidden = [copy for copy in self._all() if copy.is_switched]
@@ -113,8 +115,8 @@ class WeightCopies:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
 
     def show(self) -> None:
-        """Restores the copies. Optimizers return to their former mode, unless they were switched to
-        training.
+        """Restores the copies and modes of the optimizers. If any optimizer was switched to
+        training in the meantime, all optimizers are switched to training.
         """
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
@@ -130,7 +132,7 @@ class WeightCopies:
                     part.train()
 
     def freeze(self) -> None:
-        """Keeps the copies unchanged, for a longer run, before the last landings."""
+        """Keeps the copies unchanged during the last landings for use by a longer run."""
         self._has_ended = True
 
     def end(self) -> None:
@@ -142,10 +144,10 @@ class WeightCopies:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the modes, and the copies that an optimizer does not restore.
+        """Returns the modes and all copies that an optimizer's own state does not restore exactly.
 
-        It would restore the replacements while a model is shown, and torch casts state to the type
-        of the parameter.
+        While another model is shown, the optimizer's state contains replacements for copies. In
+        addition, torch casts restored state to the dtype of the parameter.
         """
         if not self._keepers:
             return {}
@@ -153,7 +155,7 @@ class WeightCopies:
         for copy in self._all():
             if self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
                 copies.append(copy)
-        # The hidden copies come last, and overwrite their replacements.
+        # The hidden copies come last, so that they overwrite their replacements.
         copies += self._hidden
         values: dict[str, dict[str, Tensor]] = {}
         for copy in copies:
@@ -162,7 +164,7 @@ class WeightCopies:
         return {"weight_copies": {"modes": list(modes), "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`, after the state of the optimizers."""
+        """Restores the result of `state_dict`, after the optimizers have been restored."""
         saved = state.get("weight_copies")
         if saved is None or not self._keepers:
             return
@@ -177,10 +179,10 @@ class WeightCopies:
             self._set_modes(saved["modes"])
 
     def align(self, topology: Topology) -> None:
-        """Gives all ranks the copies of rank 0, whose parameters they have just received. All ranks
-        must call it.
+        """Broadcasts rank 0's copies to all ranks after the parameters have been broadcast. All
+        ranks must call this method.
 
-        Optimizers that copy the weights when they are created have copies of the former values.
+        Optimizers that copied the weights when they were created have outdated copies.
         """
         if not self._keepers:
             return
@@ -194,14 +196,14 @@ class WeightCopies:
                 group.broadcast(local(copies[name]))
 
     def renew(self, parameters: Mapping[str, Tensor]) -> None:
-        """Overwrites the copies of overwritten parameters with the parameters."""
+        """Updates the copies of parameters that have been overwritten."""
         for name, parameter in parameters.items():
             for copy in self._copies_of(name, parameter):
                 if copy.tensor.shape == parameter.shape:
                     local(copy.tensor).copy_(local(parameter))
 
     def take(self, source: "WeightCopies") -> None:
-        """Takes the copies of another worker group, of the same optimizers."""
+        """Loads the copies of the same optimizers in another worker group."""
         values = {(copy.name, copy.key): copy.tensor for copy in source._all()}
         for copy in self._all():
             if (copy.name, copy.key) in values:
@@ -223,7 +225,7 @@ class WeightCopies:
                         yield _Copy(name, parameter, state, key, state[key], is_switched)
 
     def _check_names(self) -> None:
-        """Refuses a name that is in no parameter's state, once there is a state."""
+        """Refuses a user-specified name that no parameter's state contains, once a state exists."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -240,14 +242,14 @@ class WeightCopies:
             missing = [name for name in self._names[id(optimizer)] if name not in keys]
             if missing:
                 raise ValueError(
-                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in the"
-                    f" state of no parameter: there are {sorted(keys)}. Give the names of the"
-                    " entries that are copies of the weights."
+                    f"{type(optimizer).__name__}.{_ATTRIBUTE} contains {missing[0]!r}, but no"
+                    f" parameter's state has such an entry. Available entries: {sorted(keys)}."
+                    " Specify the names of all entries that are copies of the weights."
                 )
 
     def _with_modes(self) -> Iterator[dict[str, Any]]:
-        """Yields the dictionaries in which the optimizers store their training mode: groups, or
-        attributes.
+        """Yields the parameter groups or attribute dictionaries in which optimizers store their
+        training mode.
         """
         for part in self._parts():
             for holder in (*part.param_groups, vars(part)):
@@ -272,18 +274,16 @@ class _Copy(NamedTuple):
     key: str
     tensor: Tensor
     is_switched: bool
-    """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
+    """Whether the optimizer has ``eval()`` and ``train()`` methods, which change the parameters."""
 
     def like(self, values: Tensor) -> Tensor:
-        """Returns values of the parameter in the form of this copy, without copying them if the
-        type is the same.
-        """
+        """Converts values of the parameter to the dtype and sharding of this copy."""
         held = values if is_sharded(self.tensor) else local(values)
         return held.to(self.tensor.dtype)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Returns an optimizer and those inside it, such as the one that it wraps."""
+    """Returns an optimizer and all optimizers inside it, such as a wrapped optimizer."""
     parts = [optimizer]
     for part in parts:
         for value in vars(part).values():
@@ -294,15 +294,13 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Returns whether a value is an optimizer, or has what Lightning requires of one."""
+    """Returns whether a value is an optimizer or has the attributes that Lightning requires."""
     names = ("param_groups", "state", "step", "zero_grad")
     return isinstance(value, Optimizer) or all(hasattr(value, name) for name in names)
 
 
 def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
-    """Returns the states that an optimizer and its parts keep for a parameter, shared states
-    once.
-    """
+    """Returns the states that an optimizer and its parts keep for a parameter, without duplicates."""
     states: dict[int, dict[str, Any]] = {}
     for part in parts_of(optimizer):
         state = part.state.get(parameter)
@@ -315,16 +313,16 @@ def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
 
 
 def copies_in(optimizer: Any) -> tuple[str, ...]:
-    """Returns the names of the entries in the state of a parameter that are copies of it; see [Note:
-    copies of the weights].
+    """Returns the names of all state entries that are copies of the weights; see [Note: copies of
+    the weights].
 
     Raises:
-        ValueError: If there is a copy that is not in the state.
+        ValueError: If the optimizer keeps a copy outside its state.
     """
     named = getattr(optimizer, _ATTRIBUTE, None)
     if named is not None:
         return (named,) if isinstance(named, str) else tuple(named)
-    # None of torch's optimizers keeps a copy from which it trains.
+    # None of torch's optimizers keeps such a copy.
     if type(optimizer).__module__.startswith("torch.optim.") or not is_optimizer(optimizer):
         return ()
     finding = _finding(optimizer)
@@ -335,25 +333,25 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names))
     if finding.is_elsewhere:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would"
-            " undo every landing, and the entries of optimizer.state[parameter] do not explain it."
-            " If it keeps float32 weights for parameters of lower precision, train float32"
-            " parameters with precision='bf16-mixed' and the plain optimizer. Otherwise keep the"
-            " copy in optimizer.state[parameter], or name the entries that are copies:"
-            f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
+            f"{type(optimizer).__name__} keeps its own copy of the weights, which would undo every"
+            " landing, and the copy was not found in optimizer.state[parameter]. If the copy"
+            " contains float32 weights for parameters of lower precision, train float32 parameters"
+            " with precision='bf16-mixed' and the plain optimizer. Otherwise, keep the copy in"
+            " optimizer.state[parameter], or specify the entries that are copies with"
+            f" optimizer.{_ATTRIBUTE} = ('z',). If there are no copies, set this attribute to ()."
         )
     return finding.names
 
 
 class _Finding(NamedTuple):
     names: tuple[str, ...] = ()
-    """The entries of the state that are copies."""
+    """The names of the state entries that are copies."""
     is_elsewhere: bool = False
-    """Whether there is a copy that these entries do not explain."""
+    """Whether the optimizer keeps a copy outside these entries."""
 
 
 class _Small(NamedTuple):
-    """Describes a small tensor that represents parameters of a group."""
+    """The description of a small tensor that represents parameters of a group."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -372,7 +370,7 @@ class _Small(NamedTuple):
 
 @dataclass
 class _Recipe:
-    """Describes how to make an optimizer of the same class and settings for small tensors."""
+    """The description of an optimizer for small tensors with the same class and settings."""
 
     kind: type
     arguments: dict[str, Any]
@@ -380,7 +378,7 @@ class _Recipe:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all parameters have at least the precision of float32."""
+        """Whether all parameters have at least float32 precision."""
         return all(small.dtype.itemsize >= 4 for group in self.groups for small in group["params"])
 
     def in_float32(self) -> "_Recipe":
@@ -429,10 +427,10 @@ def _overwrite_number(group: dict[str, Any], key: str, number: float) -> None:
 
 
 _PARAMETERS = {"params", "parameters", "param_groups"}
-"""The names under which constructors accept parameters."""
+"""The argument names with which constructors accept parameters."""
 
 _GROUPS = object()
-"""Represents the groups of parameters among the arguments of a constructor."""
+"""A placeholder for the parameter groups in the arguments of a constructor."""
 
 
 class _Twin(NamedTuple):
@@ -458,7 +456,7 @@ class _Twin(NamedTuple):
             self.optimizer.step()
 
     def entries(self) -> dict[str, list[Tensor]]:
-        """Returns the entries of the state whose shapes match the parameters, by name."""
+        """Collects all state entries whose shapes match the parameters."""
         entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
@@ -470,9 +468,7 @@ class _Twin(NamedTuple):
         return entries
 
     def similar_entries(self) -> list[str]:
-        """Returns the names of the entries whose values are close to the parameters, as those of
-        copies are.
-        """
+        """Returns the names of all state entries whose values are close to the parameters."""
         similar = []
         for name, entries in self.entries().items():
             pairs = zip(self.parameters, entries, strict=False)
@@ -485,11 +481,11 @@ class _Twin(NamedTuple):
 
 
 _by_recipe: dict[tuple[type, str], _Finding | None] = {}
-"""The findings for optimizers of a class and settings."""
+"""Results cached by optimizer class and settings."""
 
 
 def _finding(optimizer: Any) -> _Finding | None:
-    """Finds the copies that an optimizer keeps; returns None if no small twin can be made or
+    """Finds the copies that an optimizer keeps, or returns None if no small twin can be built or
     trained.
     """
     try:
@@ -521,7 +517,7 @@ def _try_out(recipe: _Recipe) -> _Finding | None:
         ):
             warnings.simplefilter("ignore")
             return _play(recipe)
-    # Optimizers of other libraries may raise any error when they train unusual tensors.
+    # Optimizers from other libraries may raise any error when they train unusual tensors.
     except Exception as error:
         _log.debug(
             "Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error
@@ -550,7 +546,7 @@ def _play(recipe: _Recipe) -> _Finding | None:
     if bool(((share - 1).abs() <= tolerance).all()):
         return _Finding()
     if bool((share > 1 + tolerance).any()):
-        # The steps of the optimizer depend on the values of the parameters.
+        # The optimizer's steps depend on the values of the parameters.
         return None
     copies = dict[str, Tensor]()
     for name in twin.similar_entries():
@@ -562,8 +558,8 @@ def _play(recipe: _Recipe) -> _Finding | None:
     if copies and is_whole:
         return _Finding(tuple(copies))
     if not recipe.is_exact:
-        # A value that is interpolated repeatedly is rounded repeatedly, so float32 parameters may
-        # explain the copy.
+        # Repeated interpolation in a short type causes repeated rounding, so the search is repeated
+        # with float32 parameters.
         finding = _play(recipe.in_float32())
         if finding is not None and finding.names:
             return finding
@@ -575,11 +571,12 @@ def _is_near(values: Tensor, expected: Tensor, distance: float) -> bool:
 
 
 def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
-    """Trains small tensors, and shifts an entry of their state by 1 after two steps.
+    """Trains small tensors and shifts an entry of their state by 1 after two steps.
 
     Args:
-        recipe: The optimizer.
-        shifted: The name of the entry, "" for the parameters themselves, or None to shift nothing.
+        recipe: The description of the optimizer.
+        shifted: The name of the state entry to shift, "" for the parameters themselves, or None for
+            no shift.
     """
     torch.manual_seed(0)
     twin = recipe.build()
@@ -597,13 +594,11 @@ def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
 
 
 class _UnknownArgumentError(Exception):
-    """The value of an argument of a constructor is unknown."""
+    """An error for a constructor argument whose value is unknown."""
 
 
 def _recipe_for(optimizer: Any) -> _Recipe:
-    """Finds the arguments of an optimizer's constructor among its defaults and attributes of the
-    same name.
-    """
+    """Looks up the arguments of an optimizer's constructor in its defaults and attributes."""
     arguments: dict[str, Any] = {}
     accepted = _accepted(type(optimizer))
     takes_groups = False
@@ -614,7 +609,8 @@ def _recipe_for(optimizer: Any) -> _Recipe:
             continue
         value = _value_of(name, optimizer)
         if is_optimizer(value):
-            # Next to parameters, the class is expected, as in SAM.
+            # Constructors that also take parameters expect the class of the inner optimizer, as SAM
+            # does.
             arguments[name] = type(value) if takes_groups else _recipe_for(value)
         elif _is_plain(value):
             arguments[name] = _number(value)
@@ -634,7 +630,7 @@ def _value_of(name: str, optimizer: Any) -> Any:
 
 
 def _accepted(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the named arguments of a constructor, and of the constructors to which it passes
+    """Returns the named arguments of a constructor and of all base constructors that receive its
     other arguments.
     """
     accepted: dict[str, inspect.Parameter] = {}
@@ -653,8 +649,8 @@ def _accepted(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
-    # Entries that a constructor does not accept, such as a step count, start afresh; a constructor
-    # may accept whole groups.
+    # Entries that a constructor does not accept, such as a step count, are reset. Some constructors
+    # accept whole groups.
     takes_whole_groups = accepted <= _PARAMETERS
     groups = []
     for group in optimizer.param_groups:
@@ -675,7 +671,7 @@ def _number(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is plain data, which two optimizers may share."""
+    """Returns whether a value is plain data that two optimizers may share."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

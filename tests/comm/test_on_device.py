@@ -223,7 +223,7 @@ def test_a_silent_or_dead_device_ends_the_run_in_time_and_its_group_is_named() -
     errors = run_ranks(stopping, 4, "silent", expect_failure=True, timeout=60)
     for rank in range(2):
         assert re.search(
-            r"ExchangeError: .*worker group 1 did not answer.*raise timeout", errors[rank], re.S
+            r"ExchangeError: .*worker group 1 did not answer.*increase timeout", errors[rank], re.S
         )
     errors = run_ranks(stopping, 2, "dies", expect_failure=True, timeout=60)
     assert re.search(r"ExchangeError: worker group 1 (went away|did not answer)", errors[0])

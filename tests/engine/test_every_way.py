@@ -345,7 +345,7 @@ def test_a_run_of_an_older_version_resumes_after_its_warmup_and_is_refused_befor
     landed_at = [step for step in range(4, 20) if resumed.step()]
     assert landed_at[0] == 3 + 8 + 5, "rounds are counted from the end of the warm-up"
     assert_refused(
-        r"after 3 inner steps, inside a warm-up of 4, .* restart from the outer",
+        r"after 3 inner steps, during a warm-up of 4 steps\. .* restart from the outer",
         Groups(**SHORT).load,
         saved_by_an_older_version(warmup_steps=4),
     )
@@ -405,7 +405,7 @@ def test_files_and_states_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     engine = trained()
     engine.save(path)
     without_optimizer = StreamingDiLoCo(mlp(), **LAYERED)
-    words = "holds the state of 1 inner optimizers, but there are 0"
+    words = "contains the state of 1 inner optimizers, but this run has 0"
     assert_refused(words, without_optimizer.load, path)
     words = "different settings: sync_every was 4, now it is 5"
     assert_refused(words, trained(0, sync_every=5).load, path)
@@ -416,7 +416,7 @@ def test_files_and_states_that_do_not_suit_are_refused(tmp_path: Path) -> None:
     for missing_key in ("rank", "settings"):
         state = dict(engine.state_dict())
         del state[missing_key]
-        assert_refused("of an earlier version, which this", trained(0).load_state_dict, state)
+        assert_refused("saved by an earlier version", trained(0).load_state_dict, state)
     content = torch.load(path, weights_only=True)
     content["streaming_diloco"] |= {"format": 1, "version": "7.0"}
     torch.save(content, path)
@@ -433,7 +433,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
         states = [engine.state_dict()]
         torch.distributed.broadcast_object_list(states)  # as from a file that rank 0 wrote alone
         assert (
-            "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1"
+            "saved with {'worker_groups': 2, 'group_size': 1}, but this run has {'worker_groups': 1"
         ) in refusal(trained(0, worker_groups=1).load, path)
         if rank == 0:
             trained(0).load_state_dict(states[0])
@@ -452,7 +452,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
 def test_ranks_that_load_unlike_files_are_refused(tmp_path: Path) -> None:
     words = (
         r"the start is inner step 5 \(save \w{8}\) on rank 0,"
-        r" inner step 6 \(save \w{8}\) on rank 1\. Give all"
+        r" inner step 6 \(save \w{8}\) on rank 1\. Pass the"
     )
 
     def resume(rank: int, world_size: int) -> None:
@@ -527,7 +527,7 @@ def outer_parameters(engine: StreamingDiLoCo) -> list[Tensor]:
 
 def test_a_restart_without_the_files_of_all_ranks_of_any_group_is_refused() -> None:
     (state,), (state_of_group_1,) = states()
-    words = "No worker group has the files of all its ranks"
+    words = "no worker group has the files of all of its ranks"
     assert_refused(words, restart_from, [[state, None], [None, state_of_group_1]], Settings())
 
 
@@ -775,7 +775,9 @@ def test_a_newly_trainable_layer_without_a_recut_is_refused_at_the_next_launch(
     change(model)
     for _ in range(2):
         engine.step()
-    words = rf"2 parameters .* such as '{name}'.*change what is trainable between epochs"
+    words = (
+        rf"2 parameters .* such as '{name}'.*freeze, unfreeze or replace parameters between epochs"
+    )
     with pytest.raises(AgreementError, match=words):
         engine.step()
 

@@ -225,7 +225,7 @@ def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_mode
     for model in run.models:
         assert torch.equal(model.mask, MASK)
         assert torch.equal(statistics(model), statistics(run.models[0]))
-    (warning,) = (text for text in caplog.messages if "left out of the mean" in text)
+    (warning,) = (text for text in caplog.messages if "excluded from the mean" in text)
     assert "'7.running_var' of worker group 1." in warning
 
 
@@ -305,7 +305,7 @@ def test_a_group_that_does_not_answer_ends_the_run_everywhere_and_is_named() -> 
         error = message(errors[rank])
         assert "worker group 1 did not answer" in error
         assert "fragment 1, launched after inner step 12" in error
-        assert "raise timeout" in error
+        assert "increase timeout" in error
 
 
 def test_a_group_that_dies_ends_the_run_everywhere_and_is_named() -> None:

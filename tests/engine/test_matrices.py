@@ -221,10 +221,10 @@ def test_invalid_matrices_are_refused() -> None:
     def assert_matrices_refused(pattern: str, matrices: Any) -> None:
         assert_direction_refused(pattern, direction="equalised", matrices=matrices)
 
-    words = "'nothing.*', which names no trainable parameter"
+    words = "'nothing.*', which matches no trainable parameter"
     assert_matrices_refused(words, {"nothing.*": 2})
-    assert_matrices_refused("does not suit the parameter '0.weight'", {"0.weight": 3})
-    assert_matrices_refused("is not valid: it must map name patterns", {"0.weight": -1})
+    assert_matrices_refused("does not fit the parameter '0.weight'", {"0.weight": 3})
+    assert_matrices_refused("it must map name patterns", {"0.weight": -1})
     assert_matrices_refused("is of type int", 3)
 
 

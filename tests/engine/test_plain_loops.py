@@ -29,7 +29,7 @@ def refusals_without_a_process_group(rank: int, world_size: int) -> list[str]:
 def test_processes_of_a_launcher_that_nobody_connected_are_refused() -> None:
     for messages in run_processes(refusals_without_a_process_group, 2):
         for message in messages:
-            assert message.startswith("WORLD_SIZE=2 says that a launcher started 2 processes")
+            assert message.startswith("A launcher started 2 processes (WORLD_SIZE=2)")
             assert "Call torch.distributed.init_process_group()" in message
 
 

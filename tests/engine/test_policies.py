@@ -369,17 +369,17 @@ def assert_schedule_refused(pattern: str, schedule: Any) -> None:
 
 
 def test_schedules_that_cannot_be_stepped_by_counting_rounds_are_refused() -> None:
-    words = "made a ReduceLROnPlateau, which needs a metric"
+    words = "returned a ReduceLROnPlateau, which needs a metric"
     assert_schedule_refused(words, ReduceLROnPlateau)
     words = "a Halving, which cannot be stepped by counting rounds: tell"
     assert_schedule_refused(words, partial(Halving, step_size=3))
-    words = "made a float, which is not a torch.optim.lr_scheduler.LRScheduler"
+    words = "returned a float, which is not a torch.optim.lr_scheduler.LRScheduler"
     assert_schedule_refused(words, lambda optimizer: 0.5)
     schedule = StepLR(SGD([torch.zeros(1)], lr=0.1), 3)
-    assert_schedule_refused("a StepLR, which schedules another opt", lambda optimizer: schedule)
-    words = "could not make a scheduler .*T_max.*functools.partial"
+    assert_schedule_refused("a StepLR, which schedules a different opt", lambda optimizer: schedule)
+    words = "could not create a scheduler .*T_max.*functools.partial"
     assert_schedule_refused(words, CosineAnnealingLR)
-    words = "could not make a scheduler of the outer optimizer: 'rounds'"
+    words = "could not create a scheduler for the outer optimizer: 'rounds'"
     assert_schedule_refused(words, lambda optimizer: {}["rounds"])
 
 
@@ -441,7 +441,7 @@ def cosine(rounds: int) -> OuterOptimizer:
 def test_state_of_other_fragments_optimizers_or_schedules_is_refused() -> None:
     state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
     engine = StreamingDiLoCo(mlp(), fragments=LAYERS)
-    assert_refused("other fragments", engine.load_state_dict, state)
+    assert_refused("fragments of the saved state differ", engine.load_state_dict, state)
     state = layered(partial(SGD, lr=0.1)).state_dict()
     words = "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"
     assert_refused(words, layered(partial(SGD, lr=0.2)).load_state_dict, state)
@@ -811,7 +811,7 @@ def warnings_of(log: pytest.LogCaptureFixture, **choices: Any) -> list[str]:
     log.clear()
     with log.at_level(logging.WARNING):
         SimulatedGroups([mlp() for _ in range(4)], **{"compression": "sparse", **choices})
-    return [text for text in log.messages if "known not to suit" in text]
+    return [text for text in log.messages if "not suitable for compression" in text]
 
 
 def test_unsuitable_numbers_get_one_warning_that_names_suitable_ones(
@@ -820,7 +820,7 @@ def test_unsuitable_numbers_get_one_warning_that_names_suitable_ones(
     def assert_warned(suitable_lr: float, **choices: Any) -> None:
         (warning,) = warnings_of(caplog, **choices)
         suitable_momentum = f"outer_momentum={SPARSE.outer_momentum:g}"
-        assert f"to get outer_lr={suitable_lr:g} and {suitable_momentum}" in warning
+        assert f"to use outer_lr={suitable_lr:g} and {suitable_momentum}" in warning
 
     plain = {"outer_momentum": 0.0, "compression": SENDERS}
     assert_warned(SPARSE.outer_lr, outer_momentum=0.9)

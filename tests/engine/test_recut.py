@@ -289,7 +289,7 @@ def test_a_change_in_the_midst_of_training_is_refused_in_words(
     if use == "evaluate" and how is replace_head:
         evaluate(engine)
         return
-    error = rf"Since the model was cut.*{words}.*call recut\(\)"
+    error = rf"Since the model was divided.*{words}.*call recut\(\)"
     with pytest.raises(AgreementError, match=error):
         USES[use](engine)
     engine.recut()

@@ -594,6 +594,6 @@ def test_a_schedule_that_ends_before_training_is_refused() -> None:
     groups = Groups(
         inner="sgd", sync_every=8, fragments=LAYERS, overlap_steps=3, outer_optimizer=ended
     )
-    words = r"no rate for round 4, counted from 0: .* as many rounds as you train"
+    words = r"no learning rate for round 4, counting from 0: .* for the full number of rounds"
     with pytest.raises(ValueError, match=words):
         groups.until(48)

@@ -234,13 +234,13 @@ def test_models_of_one_shape_that_ranks_swap_are_reported(caplog: pytest.LogCapt
         with caplog.at_level(logging.WARNING):
             for seed in (1, 2)[:: order if rank else 1]:
                 StreamingDiLoCo(mlp(seed), **CHOICES)
-        return [text for text in caplog.messages if "were exchanged" in text]
+        return [text for text in caplog.messages if "were swapped" in text]
 
     assert run_ranks(run, 2, 1, timeout=60) == [[], []]
     warnings, warnings_of_rank_1 = run_ranks(run, 2, -1, timeout=60)
     assert warnings_of_rank_1 == []
     (warning,) = warnings
-    words = "rank 1 gave an earlier engine what rank 0 gives this one.*in the same order"
+    words = "passed to an earlier engine by rank 1, and vice versa.*in the same order"
     assert re.search(words, warning)
 
 

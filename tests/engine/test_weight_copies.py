@@ -319,7 +319,7 @@ def with_named_copies(name: str) -> Run:
 def test_a_user_names_copies_and_a_name_that_is_in_no_state_is_refused() -> None:
     with_named_copies("momentum_buffer").train(4)
     run = with_named_copies("y")
-    words = "names 'y', which is in the state of no parameter: there are .'momentum_buff"
+    words = "contains 'y', but no parameter's state has such an entry. Available entries: .'momentum_buff"
     with pytest.raises(ValueError, match=words):
         run.train(4)
 

@@ -1077,7 +1077,9 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(
     for rank in ranks_of(sites):
         assert all(bool(values.isfinite().all()) for values in untrained_of(rank))
         assert rank.model[1].running_var.isfinite().all()
-    message = "left out of the mean and get the outer values: '1.running_var' of site 's1'."
+    message = (
+        "excluded from the mean and replaced with the outer values: '1.running_var' of site 's1'."
+    )
     assert message in caplog.text
 
 

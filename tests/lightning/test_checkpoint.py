@@ -567,7 +567,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "rank_00001.pt, which is missing": partial(remove_file, "rank_00001.pt"),
     "manifest.json, which is missing": partial(remove_file, "manifest.json"),
     "move or copy both": remove_folder,
-    "differs from what was saved": flip_a_bit,
+    "differs from the file that was saved": flip_a_bit,
     "which is missing. The folder": take_folder_of_step_5,
 }
 OTHER_SETTINGS: dict[str, Any] = {
@@ -733,7 +733,7 @@ def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(
         path = folder / "step=12.ckpt"
         fault = f"The checkpoint {path} could not be saved: rank {limited_rank}: OSError"
         assert fault in message
-        assert f"Nothing is left of it. Resume from {folder}/step=6.ckpt" in message
+        assert f"Its partial files were removed. Resume from {folder}/step=6.ckpt" in message
         assert names_in(folder) == ["step=6.ckpt", "step=6.ckpt.sdiloco"]
         assert not list(folder.rglob("*.part"))
         assert_whole(folder / "step=6.ckpt")

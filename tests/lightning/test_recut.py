@@ -229,7 +229,7 @@ def test_parameters_replaced_in_the_middle_of_an_epoch_are_refused(rank_alone: b
             replace_baseline(module)
 
     words = (
-        "Since the model was cut into fragments, 8 parameters have been replaced or reshaped,"
+        "Since the model was divided into fragments, 8 parameters have been replaced or reshaped,"
         " such as"
     )
     errors = errors_of_ranks(on_train_batch_end=replace_in_batch_2)

@@ -433,8 +433,8 @@ def sgd_of_copies(shards: Iterable[Tensor]) -> Optimizer:
 
 SUCH = f"such as {OPTIMIZER.removeprefix('a callable ... ')}."
 HALVES = f"outer_optimizer does not work elementwise ... whole and in two halves ... {SUCH}"
-FLAT = f"outer_optimizer could not step flat float32 shards ... one per fragment ... Choose one, {SUCH}"
-HELD = " ... must hold exactly the shards ... Pass them on"
+FLAT = f"outer_optimizer could not step flat float32 shards ... one per fragment ... Choose an optimizer {SUCH}"
+HELD = " ... must include exactly the shards ... Pass the shards"
 UNFIT: list[tuple[Make, str]] = [
     (partial(Changed, clip(1.0)), HALVES),
     (partial(Changed, clip(30.0)), HALVES),
@@ -445,12 +445,12 @@ UNFIT: list[tuple[Make, str]] = [
     (list, FLAT),
     (
         lambda shards: sgd(list(shards)[:-1]),
-        "over 1 tensors that leaves out the shards [1] of 2" + HELD,
+        "for 1 tensors that does not include the shards [1] of 2" + HELD,
     ),
     (sgd_of_copies, "the shards [0, 1] of 2" + HELD),
     (
         lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]),
-        "outer_optimizer ... must hold exactly",
+        "outer_optimizer ... must include exactly",
     ),
 ]
 
@@ -614,7 +614,7 @@ def outer(kind: Any = torch.optim.SGD, lr: float = 0.1) -> Any:
 MODEL_ADVICE = (
     "^The model differs between ranks:  ... same names, shapes and dtypes ... depend on the rank"
 )
-SETTINGS_ADVICE = "^The settings of the strategy differ between ranks:  ... All ranks must use the same ... on rank 1"
+SETTINGS_ADVICE = "^The settings of the strategy differ between ranks:  ... Start all ranks with the same ... on rank 1"
 BY_RANK: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     (
         {"sync_every": (10, 11), "mixing": (0.0, 0.5)},
