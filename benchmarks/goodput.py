@@ -68,42 +68,48 @@ def played(faults: int, seconds: float) -> Row:
         play = Play(world)
         play.begin()
         began = time.monotonic()
-        happened = 0
-        for moment, number in drawn(faults, len(SITES), seconds):
-            play.wait(began + moment - time.monotonic())
-            fault = Fault("kill", SITES[number], DOWN_SECONDS)
-            if all(current.victim != fault.victim for _, current in play.going_on):
-                play.let(fault)
-                happened += 1
+        happened = let_happen(play, drawn(faults, len(SITES), seconds), began)
         play.wait(began + seconds - time.monotonic())
         ended = time.monotonic()
         play.until_back()
         play.finish()
         records = [note for note in world.notes(HUB) if note["what"] == "append"]
-        restarts = [
-            (note["victim"], note["at"])
-            for note in world.notes("faults")
-            if note["what"] == "end" and note["at"] < ended
-        ]
-        training = {site: times_of(world.notes(site), "training") for site in SITES}
-    in_window = [record for record in records if began <= record["at"] < ended]
-    return {
-        "sites": len(SITES),
-        "faults": happened,
-        "seconds": ended - began,
-        "steps": sum(map(weight_of, in_window)) / BATCH / FRAGMENTS,
-        "records": len(in_window),
-        "share": mean(len(record["counted"]) for record in in_window) / len(SITES),
-        "trains_after": [next_after(training[site], at) for site, at in restarts],
-        "counts_after": [
-            next_after([r["at"] for r in records if site in sites_of(r)], at)
-            for site, at in restarts
-        ],
-    }
+        in_window = [record for record in records if began <= record["at"] < ended]
+        return {
+            "sites": len(SITES),
+            "faults": happened,
+            "seconds": ended - began,
+            "steps": sum(map(weight_of, in_window)) / BATCH / FRAGMENTS,
+            "records": len(in_window),
+            "share": mean(len(record["counted"]) for record in in_window) / len(SITES),
+            **returns_of(world, records, ended),
+        }
 
 
-def times_of(notes: Sequence[Note], event: str) -> list[float]:
-    return [note["at"] for note in notes if note["what"] == event]
+def let_happen(play: Play, faults: Sequence[tuple[float, int]], began: float) -> int:
+    """Kills sites at the given times; returns how many were running."""
+    happened = 0
+    for moment, number in faults:
+        play.wait(began + moment - time.monotonic())
+        fault = Fault("kill", SITES[number], DOWN_SECONDS)
+        if all(current.victim != fault.victim for _, current in play.going_on):
+            play.let(fault)
+            happened += 1
+    return happened
+
+
+def returns_of(world: World, records: Sequence[Note], ended: float) -> Row:
+    """Returns the seconds from each restart until the site trained, and until it counted."""
+    trains_after = []
+    counts_after = []
+    for note in world.notes("faults"):
+        if note["what"] == "end" and note["at"] < ended:
+            site = note["victim"]
+            training = [step["at"] for step in world.notes(site) if step["what"] == "training"]
+            counted_at = [record["at"] for record in records if site in sites_of(record)]
+            trains_after.append(next_after(training, note["at"]))
+            counts_after.append(next_after(counted_at, note["at"]))
+    return {"trains_after": trains_after, "counts_after": counts_after}
 
 
 def weight_of(record: Note) -> int:
@@ -116,7 +122,7 @@ def sites_of(record: Note) -> list[str]:
 
 def next_after(times: Sequence[float], moment: float) -> float | None:
     """Returns the seconds from a moment to the next of these times; None if there is none."""
-    return next((at - moment for at in times if at > moment), None)
+    return next((later - moment for later in times if later > moment), None)
 
 
 # Sites in virtual time
@@ -225,8 +231,9 @@ def shown(rows: Sequence[Row]) -> list[list[str]]:
     """Returns the lines of the table, each relative to the window without faults."""
     lines = []
     for row in rows:
-        whole = next(each for each in rows if is_row_of(each, row["stage"], row["sites"], 0))
-        efficiency = row["steps"] / row["seconds"] / (whole["steps"] / whole["seconds"])
+        faultless = next(past for past in rows if is_row_of(past, row["stage"], row["sites"], 0))
+        rate = faultless["steps"] / faultless["seconds"]
+        efficiency = row["steps"] / row["seconds"] / rate
         counts_after = [after for after in row.get("counts_after", []) if after is not None]
         back = f"{median(counts_after) / STEP_SECONDS:.0f}" if counts_after else "-"
         lines.append(

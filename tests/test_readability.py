@@ -16,7 +16,7 @@ from tests.way import way_of_one_gradient
 ROOT = Path(__file__).parent.parent
 
 PACKAGE = {
-    "tokens": 263_690,
+    "tokens": 264_860,
     "tokens a statement": 10.9,
     "complexity over 15": 0,
     "complexity over 10": 46,
@@ -28,7 +28,7 @@ PACKAGE = {
     "nested comprehensions per 1,000": 0.4,
     "ternaries per 1,000": 15.3,
     "vague names": 60,
-    "noun clauses per 1,000 words": 0.6,
+    "noun clauses per 1,000 words": 0.7,
 }
 TESTS = {
     "tokens a statement": 12.5,

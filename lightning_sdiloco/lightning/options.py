@@ -443,9 +443,7 @@ class Options:
         # If flights do not run in the background, as in a simulation, the clock says nothing about
         # a link.
         if topology.background is None and self.measured is None:
-            timeout = self.settings.timeout.total_seconds()
-            link = measure_link(topology, timeout, largest_message(model, topology))
-            self.measured = Measured(step_time, link)
+            self.measured = Measured(step_time, self._measured_link(model, topology))
         workload = Model.of_parameters(trainable(model))
         groups = _groups_of(model, topology, step_time)
         first = None
@@ -572,19 +570,26 @@ class Options:
             seconds = min(steps, default=0.0)
         return max(1e-6, seconds)
 
+    def _measured_link(self, model: nn.Module, topology: Topology, to: int | None = None) -> Link:
+        """Measures the link with messages of at most this rank's share of the parameters in
+        float32, because no exchange sends more.
+        """
+        values = Model.of_parameters(trainable(model)).numel
+        share = FLOAT32 * values // topology.group_size
+        timeout = self.settings.timeout.total_seconds()
+        return measure_link(topology, timeout, min(share, _MOST_BYTES), to)
+
     def choose(self, model: nn.Module, topology: Topology) -> None:
         """Measures the link and adopts the planner's recommendation for the open settings.
 
         All ranks must call this method.
         """
         settings = self.settings
-        timeout = self.settings.timeout.total_seconds()
         step_time = max(topology.world.all_gather_object(self.step_time()))
-        largest = largest_message(model, topology)
         names = tuple(name for name in self.auto if name != "exchange")
         if "exchange" in self.auto:
             links = [
-                measure_link(topology, timeout, largest, to=group).gbit_s
+                self._measured_link(model, topology, to=group).gbit_s
                 for group in range(topology.num_groups)
             ]
             backend: Any = kind_and_backend(settings.exchange)[1]
@@ -595,7 +600,7 @@ class Options:
                     settings.exchange,
                 )
         if names and topology.num_groups > 1:
-            self.measured = Measured(step_time, measure_link(topology, timeout, largest))
+            self.measured = Measured(step_time, self._measured_link(model, topology))
         chosen = topology.world.all_gather_object(
             choice(names, settings, model, topology, self.measured)
         )[0]
@@ -663,16 +668,6 @@ def candidates_among(
             yield replace(settings, **dict(zip(names, chosen, strict=True)))
 
 
-def largest_message(model: nn.Module, topology: Topology) -> int:
-    """Returns the size of the largest message for measuring the link, in bytes.
-
-    No exchange sends more than a rank's share of the parameters in float32.
-    """
-    values = Model.of_parameters(trainable(model)).numel
-    share = FLOAT32 * values // topology.group_size
-    return max(_LEAST_BYTES, min(share, _MOST_BYTES))
-
-
 def measure_link(topology: Topology, timeout: float, largest: int, to: int | None = None) -> Link:
     """Measures the link between groups with increasingly large messages.
 
@@ -689,13 +684,12 @@ def measure_link(topology: Topology, timeout: float, largest: int, to: int | Non
 
     def seconds(nbytes: int) -> float:
         """Sends messages of this size and returns the transfer time in seconds."""
-        sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
-        messages = {
-            size: torch.zeros(size, dtype=torch.uint8, device=exchange.device)
-            for size in set(sizes)
-        }
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=exchange.device)
+        messages = [
+            message if to in (None, group) else message[:1] for group in range(exchange.num_groups)
+        ]
         started = time.monotonic()
-        exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
+        exchange.collect(exchange.post(messages), started + timeout)
         times = topology.world.all_gather_object(time.monotonic() - started)
         if to is not None:
             times = times[topology.group_size * to :][: topology.group_size]

@@ -180,7 +180,7 @@ def test_real_groups_of_one_and_of_two_ranks_end_alike_after_changes(ranks: int,
     assert CHANGES[kind][1] in "".join(first.log), "rank 0 says it"
     for recut in following:
         assert unlike(recut.parameters, first.parameters) == []
-        assert not any("cut again" in text for text in recut.log)
+        assert not any("divided again" in text for text in recut.log)
 
 
 def test_a_copy_starts_from_group_0_without_momentum_and_the_rest_goes_on() -> None:
@@ -342,7 +342,7 @@ def test_new_parameters_that_no_inner_optimizer_steps_are_named(steps_copy: bool
     engine = engine_of(model, inner_optimizers=[SGD(stepped, lr=0.1)])
     replace_copy(model)
     engine.recut()
-    warnings = [text for text in log if text.startswith("No inner optimizer steps")]
+    warnings = [text for text in log if text.startswith("No inner optimizer trains")]
     assert len(warnings) == steps_copy, "a copy that no optimizer stepped before needs none"
     assert all("6 of the new parameters, such as 'copy.0.bias'" in text for text in warnings)
     log.clear()

@@ -173,9 +173,9 @@ def test_missing_options_files_and_packages_are_named(
     new = ["hub", "--run", "r", "--insecure", "--sites", "1"]
     for command, message in (
         (["hub"], "The name of the run is missing"),
-        (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
+        (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "does not exist"),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
-        ([*new, "--ledger", "etcd://a:2379/r"], "but a run has one hub"),
+        ([*new, "--ledger", "etcd://a:2379/r"], "but the ledger must be a file"),
         (["status"], "The hub's address is missing"),
         (
             ["status", "--hub", "/mnt/run", "--run", "r", "--insecure"],

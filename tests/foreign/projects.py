@@ -302,7 +302,7 @@ def rl4co(trial: Trial) -> None:
     with patch.object(new.Trainer, "fit", fit):
         trainer.fit(model, ckpt_path=trial.resume)
     if trial.strategy != "ddp" and trainer.is_global_zero:
-        recuts = [text for text in messages if text.startswith("The model is cut again")]
+        recuts = [text for text in messages if text.startswith("The model is divided again")]
         assert recuts, "no baseline was replaced"
         assert not any(text.startswith("No inner optimizer") for text in messages)
     trial.results["validated"] = sorted(trainer.test(model)[0])

@@ -71,7 +71,7 @@ class Fitted(NamedTuple):
 
     @property
     def cuts(self) -> list[str]:
-        return self.messages_that_begin("The model is cut again")
+        return self.messages_that_begin("The model is divided again")
 
     @property
     def missing_optimizers(self) -> list[str]:
