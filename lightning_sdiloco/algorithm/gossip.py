@@ -254,7 +254,7 @@ def take(
 def check_compression(compression: str | Compression) -> None:
     """Refuses a compression that does not work if groups have their own outer parameters."""
     codec = resolve(compression)
-    advice = "Choose 'int8', 'bf16', 'fp32' or RandomK(every, Int8()), so that all groups send the same values."
+    advice = "Choose 'int8', 'bf16', 'fp32' or RandomK(every, Int8()) so that all groups send the same values."
     traits = codec.traits
     if traits.remembers or traits.share < 1 or traits.varies:
         raise ValueError(

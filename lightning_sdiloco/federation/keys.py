@@ -407,8 +407,7 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
         raise Denied(f"this hub serves run {run!r}, not {claimed.run!r}.")
     if claimed.role not in MAY.get(call, ()):
         raise Denied(
-            f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for this"
-            " call."
+            f"{claimed.name!r} may not call {call}: the role {claimed.role} does not permit it."
         )
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
     return Peer(claimed.role, claimed.name, caller["incarnation"])

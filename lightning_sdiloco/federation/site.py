@@ -75,9 +75,8 @@ _AGAIN = 1.0
 # Sites whose inner learning rates differ by more than this factor do not follow the same schedule.
 _UNLIKE_RATES = 1.25
 _CHANGED_IN_MEMORY = (
-    "The outer parameters of %s differ from those that it computed, so that no other site can get"
-    " them: something has changed them in memory. Restart this site, so that it resumes from its"
-    " last checkpoint."
+    "The outer parameters of %s have changed in memory since it computed them, so it cannot send"
+    " them to other sites. Restart this site so that it resumes from its last checkpoint."
 )
 _ERRORS = {kind.__name__: kind for kind in (AgreementError, ExchangeError, Refused, ValueError)}
 

@@ -127,7 +127,7 @@ class Rendezvous:
                 raise ValueError(
                     f"{missing} did not connect to {self.address} within"
                     f" {self._timeout.total_seconds():g} s ({name}). {self.world_size} ranks are"
-                    " expected. Start this number of ranks with the same address and port. If a"
+                    " expected. Start that many ranks, all with the same address and port. If a"
                     " rank stopped, see its output for the"
                     f" reason.{self._strangers()}{self._advice}"
                 )

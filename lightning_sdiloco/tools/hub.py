@@ -304,7 +304,11 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "Number of rounds that a site has not yet applied, for the fragment that is furthest"
         " behind.",
     ),
-    "share": ("gauge", "weight_share", "Share of a site in the total weight of the last 8 rounds."),
+    "share": (
+        "gauge",
+        "weight_share",
+        "A site's share of the total weight over the last 8 rounds.",
+    ),
     "late": (
         "counter",
         "late",

@@ -155,7 +155,10 @@ def test_a_killed_hub_resumes_with_amended_terms_and_its_operator_ends_the_run(
         (["amend", "--quorum=0", *world.options_of("boss")], "quorum=0 is out of range"),
         (["amend", *world.options_of("boss")], "Specify at least one change"),
         (["amend", "--grace=1", *world.options_of("viewer")], "may not call amend"),
-        (["end", *world.options_of("viewer")], "a reader may not call end"),
+        (
+            ["end", *world.options_of("viewer")],
+            "may not call end: the role reader does not permit it",
+        ),
     ]
     assert not_refused_with("hub", cases) == {}
     told("hub", "end", *world.options_of("boss"))

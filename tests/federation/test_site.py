@@ -662,7 +662,7 @@ def test_a_donor_whose_outer_parameters_changed_in_memory_says_so(
         newcomer.land()
         donor.world.hear()
     assert newcomer.world.follower.wants_state
-    assert "The outer parameters of s0 differ from those that it computed" in caplog.text
+    assert "The outer parameters of s0 have changed in memory" in caplog.text
 
 
 class SlowPayloads:
