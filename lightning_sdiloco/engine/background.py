@@ -165,7 +165,7 @@ class _Streams:
 
 
 class InlineBackground(Background):
-    """Runs the work of several groups in one process without threads.
+    """Runs the work of multiple groups in one process without threads.
 
     The first stage runs when the work starts. The remaining stages run when the result is
     requested.

@@ -1,4 +1,5 @@
-"""Saves and loads the folder next to a checkpoint file, with a manifest and one file per rank.
+"""Saves and loads the folder next to a checkpoint file. It contains a manifest and one file per
+rank.
 
 [Note: the order of a save] The checkpoint file contains the name of its save folder. First, all
 ranks write their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved
@@ -97,8 +98,7 @@ class _Folder:
     Args:
         path: The checkpoint file.
         follow: Whether to follow a symbolic link, such as the one that
-            ModelCheckpoint(save_last="link") creates. The folder is located next to the target of
-            the link.
+            ModelCheckpoint(save_last="link") creates. The folder is next to the link's target.
 
     Attributes:
         filesystem: The file system of the checkpoint file and its folder.

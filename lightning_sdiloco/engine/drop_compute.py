@@ -109,7 +109,7 @@ class DroppingLoader:
         # Gathers objects from the ranks of the group, or only from this rank until `follow` is
         # called.
         self._all_gather: Callable[[Any], list[Any]] = lambda table: [table]
-        # For each measured step, the seconds from its start to the end of each micro-batch.
+        # For each measured step, the time in seconds from its start to the end of each micro-batch.
         self._table: list[list[float]] = []
         self._position = 0
         self._resumed = False

@@ -511,8 +511,8 @@ class StreamingDiLoCo:
         """Resumes from the state of an engine with the same settings, model and rank. All ranks
         must call this method.
 
-        Settings that are ``"auto"`` take their values from the state. A state from another rank,
-        with different fragments or with a different outer optimizer is refused.
+        Settings that are ``"auto"`` take their values from the state. A state is refused if it
+        comes from another rank or has different fragments or a different outer optimizer.
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)

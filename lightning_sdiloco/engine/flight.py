@@ -6,9 +6,9 @@ takes the outer step (line 11). All three methods run in the background while tr
 They read the fragment's record and write only to tensors that the flight created. The `Arrival`
 that `Flight.step` returns is not committed until the fragment lands.
 
-A flight is composed of parts. A flight's kind is a round, a plain mean or a leg of a route
-(`_Round`, `_PlainMean`, `_Leg`). The control vector is sent either before the payload or together
-with it (`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
+A flight is composed of parts. Its kind is a round, a plain mean or a leg of a route (`_Round`,
+`_PlainMean`, `_Leg`). The control vector is sent either before the payload or together with it
+(`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
 (`_UntrainedMessages`), a second hop and diagnostics.
 """
 

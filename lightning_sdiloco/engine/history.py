@@ -31,7 +31,7 @@ class Counts:
 
 
 class History:
-    """Counters of training events, with warnings about groups that are excluded from a mean.
+    """Counts training events, and warns about groups that are excluded from a mean.
 
     Args:
         rounds: The rounds, which provide the current settings.

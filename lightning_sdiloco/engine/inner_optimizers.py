@@ -1,4 +1,4 @@
-"""The inner optimizers of the training loop, including recovery from non-finite state."""
+"""The inner optimizers of the training loop, and their recovery from non-finite state."""
 
 from collections.abc import Mapping, Sequence
 

@@ -318,8 +318,8 @@ class MappedOnce:
         self._waiting = self._later_groups
 
     def replace(self, gradient: Tensor) -> bool:
-        """Replaces a gradient with the stored direction if the gradients are equal, and returns
-        whether they are.
+        """Replaces a gradient with the stored direction if it equals the stored gradient, and
+        returns whether it does.
         """
         if not self._waiting or not torch.equal(gradient, self._gradient):
             return False
