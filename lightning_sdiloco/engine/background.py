@@ -159,7 +159,7 @@ class _Streams:
     def advance(self, pending: Pending[Any]) -> bool:
         with self._module.device(self._device), self._module.stream(self._side):
             self._side.wait_event(pending.ready)
-            # The worker thread waits for the side stream here, so that the training thread can use
+            # The worker thread waits for the side stream here so that the training thread can use
             # the result without an event.
             return pending.advance(settle=self._side.synchronize)
 

@@ -382,7 +382,7 @@ def write_ranks(
 
 
 def _saves_of(path: str) -> list[str]:
-    """Returns the names of all saves in a checkpoint file's folder, including incomplete saves."""
+    """Returns the names of all saves in a checkpoint file's folder, including incomplete ones."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.path):
         return []

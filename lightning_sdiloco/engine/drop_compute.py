@@ -80,7 +80,7 @@ class DropCompute:
 
 
 class DroppingLoader:
-    """A loader that yields None for each micro-batch that is dropped; see `DropCompute`.
+    """A loader that yields None for each dropped micro-batch; see `DropCompute`.
 
     Attributes:
         drop: The settings of DropCompute.

@@ -99,7 +99,7 @@ class StreamingDiLoCo:
         fragments: How the model is divided. Pass ``"strided:3"`` or ``"sequential:3"`` to set the
             number of repeated blocks per fragment. By default, a fragment contains an eighth of the
             blocks, with a minimum of one and a maximum of three. Deeper models have more blocks per
-            fragment, so that there are at most 32 fragments. ``"balanced"`` creates the same number
+            fragment so that there are at most 32 fragments. ``"balanced"`` creates the same number
             of fragments as ``"strided"``, but with equal sizes. Pass an integer to create that many
             fragments of equal size. Alternatively, for each fragment, pass a list of shell-style
             patterns for parameter names.
@@ -233,7 +233,7 @@ class StreamingDiLoCo:
         require_same_settings(described, self.topology.world)
 
     def join(self) -> None:
-        """Waits until a site has the current state of its federation, so that no inner steps are
+        """Waits until a site has the current state of its federation so that no inner steps are
         wasted.
         """
         self.loop.join(self.inner_steps)
@@ -607,10 +607,10 @@ class StreamingDiLoCo:
         """Returns the current counters and the numeric settings of outer steps and landings.
 
         ``flights_dropped`` is the number of flights that were discarded when a run continued with
-        different groups or settings. ``bytes_sent`` and ``bytes_received`` are the bytes that this
-        rank sent to other groups and received from them. ``exposed_wait_s`` is the time that
-        training spent waiting for fragments, and ``in_flight_s`` is the total time that fragments
-        were in flight.
+        different groups or settings. ``bytes_sent`` and ``bytes_received`` are the numbers of bytes
+        that this rank sent to other groups and received from them. ``exposed_wait_s`` is the time
+        that training spent waiting for fragments, and ``in_flight_s`` is the total time that
+        fragments were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 

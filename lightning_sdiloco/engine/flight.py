@@ -742,7 +742,7 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
     Args:
         posted: The time when this rank posted its messages.
-        began: The time when this rank began to wait for the messages of the other groups.
+        began: The time when this rank began to wait for the other groups' messages.
         launched: The time when this rank was notified that all groups had launched.
         ended: The time when all messages had arrived.
         encoding: The time in seconds that this rank spent encoding its messages.

@@ -205,8 +205,8 @@ class Landing(NamedTuple):
             this rank waited for them.
         sites: In a federation, the names of the sites that were included in the round. This site is
             among them unless it was late.
-        step_times: The duration of each group's inner step at the launch, in seconds with three
-            digits. A duration is 0 if it is unknown.
+        step_times: The duration of each group's inner step at the launch, in seconds, rounded to
+            three digits. A duration is 0 if it is unknown.
         direction_norm: The norm of the direction of the mean outer gradient, or NaN if there was no
             outer step or no parameter is a matrix.
         lost_steps: In a federation, the number of this site's inner steps that were lost because
@@ -358,7 +358,7 @@ class FragmentState:
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads the data for a flight like `launch`, but without changing the record."""
+        """Like `launch`, reads the data for a flight, but does not change the record."""
         if purpose is Purpose.ROUND:
             outer = self.load_outer()
             gradient = self.layout.outer_gradient(outer)

@@ -140,8 +140,8 @@ class History:
 class Exclusions:
     """Detects when a group starts to be left out, so that this is logged only once.
 
-    An exclusion ends once no launch has left out the group for `REMEMBERED` rounds. Until then,
-    every launch that leaves out the group belongs to the same exclusion.
+    An exclusion ends once no launch has left the group out for `REMEMBERED` rounds. Until then,
+    every launch that leaves it out belongs to the same exclusion.
 
     Examples:
         >>> exclusions = Exclusions()

@@ -12,7 +12,7 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class InnerOptimizers:
-    """The optimizers that step the parameters of the fragments.
+    """The optimizers that step the fragments' parameters.
 
     Attributes:
         optimizers: The optimizers.
@@ -70,7 +70,7 @@ def is_in_backward() -> bool:
 
 
 def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
-    """Returns which facts are true on all ranks of the group, so that all ranks act alike. In-group
+    """Returns which facts are true on all ranks of the group so that all ranks act alike. In-group
     collective.
     """
     of_ranks = in_group.all_gather_object(list(facts))

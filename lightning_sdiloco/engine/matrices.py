@@ -186,7 +186,7 @@ def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
 
 
 def _module_of(name: str) -> str:
-    """Returns the name of a parameter's module, with or without parametrization."""
+    """Returns the name of a parameter's module, which may be parametrized."""
     module_name, _, parametrized_name = name.partition(".parametrizations.")
     return module_name if parametrized_name else name.rpartition(".")[0]
 

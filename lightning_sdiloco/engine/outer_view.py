@@ -4,7 +4,7 @@
 copy, which is on the host if outer state is offloaded. Two approaches would avoid this copy, but
 neither works:
 
-- Swap the contents, so that the local values use the memory of the outer values. This would modify
+- Swap the contents so that the local values use the memory of the outer values. This would modify
     tensors of the outer state, which other code still reads. The background reads these tensors for
     flights that launched before validation. Checkpoints also read these tensors, either in another
     thread or while the outer model is shown.

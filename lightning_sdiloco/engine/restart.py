@@ -1,6 +1,6 @@
 """Restarts rounds from the checkpoint of a run with different groups, ranks or settings.
 
-The outer state from all ranks' files is combined by name, so that a run with any groups, shards and
+The outer state from all ranks' files is combined by name so that a run with any groups, shards and
 fragments can start from it. If the files of all groups are available, the checkpoint's flights land
 first.
 """

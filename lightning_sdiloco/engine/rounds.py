@@ -323,7 +323,7 @@ class Rounds:
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches all fragments that are due (lines 5 to 7) and returns their number."""
+        """Launches all fragments that are due (lines 5 to 7) and returns how many there were."""
         due = self.timetable.due(step)
         if not due:
             return 0
@@ -450,7 +450,7 @@ class Rounds:
         """Launches all fragments, a few at a time, to compute the plain mean of the local values.
 
         ``receive`` waits for a flight, handles its result and returns a value. After each launch,
-        either this value or None is yielded, so that groups in one process can take turns. At the
+        either this value or None is yielded so that groups in one process can take turns. At the
         end of training, flights also send requests.
         """
         purpose = Purpose.MEAN if self._route is None else Purpose.START
@@ -606,7 +606,7 @@ class StepClock:
     spends waiting. Using the median excludes pauses such as validation.
 
     Args:
-        seconds: The step time to report instead of the measured step time.
+        seconds: The step time to report instead of the measured one.
 
     Examples:
         >>> clock = StepClock()
@@ -658,7 +658,7 @@ class LinkRate:
         self.fixed = 0.0
 
     def note(self, bytes_per_s: float) -> None:
-        """Records the rate to each receiver in a flight, where 0 means unknown."""
+        """Records a flight's rate to each receiver, or 0 if it is unknown."""
         if bytes_per_s > 0:
             self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
 

@@ -1,8 +1,8 @@
 """Converts the parameters of a fragment to and from the flat float32 shard that a rank exchanges.
 
 Only this module depends on how a model stores its parameters, for example as DTensors with FSDP2 or
-tensor parallelism. DTensors are recognised by their attributes, so that models without DTensors
-need no additional imports.
+tensor parallelism. DTensors are recognised by their attributes so that models without DTensors need
+no additional imports.
 """
 
 from abc import ABC, abstractmethod
@@ -109,9 +109,7 @@ class CutModel:
         return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
     def frozen(self) -> set[str]:
-        """Returns the names of all parameters that are no longer trainable, including removed
-        parameters.
-        """
+        """Returns the names of parameters that are no longer trainable, including removed ones."""
         frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
         return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
@@ -152,7 +150,7 @@ class CutModel:
         return f"{former_name}.{key}" if former_name else key
 
     def described(self) -> str:
-        """Describes which parameters have changed, ignoring changes of names and dtypes."""
+        """Describes which parameters have changed, ignoring changes to names and dtypes."""
         parameters = {clean_name(name): p for name, p in self.model.named_parameters()}
         present = set(map(id, parameters.values()))
         changed = defaultdict[str, list[str]](list)
@@ -1013,7 +1011,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     else:
         length = _CHUNK_ON_DEVICE
         weights = torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    # The sums modulo 2**64 are computed on the device, so that the host waits only once.
+    # The sums modulo 2**64 are computed on the device so that the host waits only once.
     sums = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
         chunk = words[max(first, 0) : first + length].to(torch.int32)

@@ -171,7 +171,7 @@ class SimulatedGroups:
 
 @torch.no_grad()
 def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
-    """Makes the recuts of all groups equal and copies new tensors from the first group."""
+    """Makes all groups' recuts equal and copies new tensors from the first group."""
     recuts = [group.recut for group in groups if group.recut is not None]
     names = [recut.names for recut in recuts]
     agreed = [recut.agreed(names) for recut in recuts]

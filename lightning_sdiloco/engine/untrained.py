@@ -333,8 +333,8 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of a tensor and the senders that are excluded because of
-    non-finite values.
+    """Returns a tensor's new outer values and the senders that are excluded because of non-finite
+    values.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
@@ -598,8 +598,8 @@ class UntrainedState:
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
     def expect_unlike(self, alike: Collection[str]) -> None:
-        """Records frozen parameters that may differ between groups, such as those of a newly added
-        copy.
+        """Records frozen parameters that may differ between groups, such as those of a newly copied
+        module.
 
         Args:
             alike: The names of tensors that are equal in all groups.
@@ -878,7 +878,7 @@ def agreed(
         sent: The bytes of each exchanged tensor by index and sender. All included senders are
             listed in order.
         keeps_outer: See `new_outer`.
-        speaks: Whether to log senders that are excluded.
+        speaks: Whether to log excluded senders.
     """
     values = list[Tensor]()
     is_alike = list[Tensor]()

@@ -20,8 +20,8 @@ changes a shift.
 
 While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix
 each group's z into the model. For this reason, the state entries temporarily refer to the shown
-parameters, so that each value is interpolated with itself and remains unchanged. After training,
-the entries are new tensors with the final parameters, from which further training can start.
+parameters so that each value is interpolated with itself and remains unchanged. After training, the
+entries are new tensors with the final parameters, from which further training can start.
 """
 
 import inspect
@@ -157,7 +157,7 @@ class WeightCopies:
         for copy in self._all():
             if self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
                 copies.append(copy)
-        # The hidden copies come last, so that they overwrite their replacements.
+        # The hidden copies come last so that they overwrite their replacements.
         copies += self._hidden
         values: dict[str, dict[str, Tensor]] = {}
         for copy in copies:
@@ -438,7 +438,7 @@ _GROUPS = object()
 
 
 class _Twin(NamedTuple):
-    """An optimizer of small tensors."""
+    """An optimizer for small tensors."""
 
     optimizer: Any
     parameters: list[Tensor]
