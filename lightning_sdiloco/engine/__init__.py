@@ -1,15 +1,15 @@
-"""The engine that launches and lands the fragments of a model in any PyTorch training loop.
+"""The engine that launches and lands a model's fragments in any PyTorch training loop.
 
 The training loop calls the engine after every inner step. When training ends, the model contains
 the outer parameters. Start with `rounds`, which implements Algorithm 2. Continue with `flight`,
-`fragments` and `engine`, which defines the methods that a training loop calls. `fragmented_model`
-divides the model into fragments, `shards` describes how a model stores its parameters, and `outer`
-contains the outer optimizer. `turns` lets several groups in one process wait for each other. The
-engine does not depend on Lightning or on environment variables, and it reaches other ranks only
-through a `Topology`.
+`fragments` and `engine`. The last of these defines the methods that a training loop calls.
+`fragmented_model` divides the model into fragments, `shards` describes how a model stores its
+parameters, and `outer` contains the outer optimizer. `turns` lets multiple groups in one process
+wait for each other. The engine does not depend on Lightning or on environment variables, and it
+reaches other ranks only through a `Topology`.
 
-[Note: threads] Each mutable object is written by exactly one thread. The table lists the events at
-which an object passes from one thread to another. Each event is ordered by a queue or a lock.
+[Note: threads] Each mutable object is written to by exactly one thread. The table shows how objects
+are handed from one thread to another. Each handover is ordered by a queue or a lock.
 
 ============================  ==========================  ==============================
 object                        thread that writes to it    handed over by

@@ -1,7 +1,7 @@
 """Processes flights in the background while training continues.
 
-Work is a generator, and the code between two ``yield`` statements is a stage. Each stage processes
-work in the order in which the work was started. One fragment can therefore be encoded while a
+A piece of work is a generator, and the code between two ``yield`` statements is a stage. Each stage
+processes work in the order in which it was started. One fragment can therefore be encoded while a
 second is in transit and a third takes its outer step.
 """
 
@@ -21,7 +21,7 @@ from lightning_sdiloco.comm.topology import STAGES
 Result = TypeVar("Result")
 Work = Generator[None, None, Result]
 
-# A thread that ends while the interpreter shuts down may crash the process.
+# A thread that ends while the interpreter is shutting down may crash the process.
 _LONGEST_WAIT_S = 0.5
 
 
@@ -54,7 +54,7 @@ class Pending(Generic[Result]):
             return True
         except StopIteration as ended:
             self._result = ended.value
-        except BaseException as error:  # it is raised again when the result is requested
+        except BaseException as error:  # it is re-raised when the result is requested
             self._failure = error
         # This frees the frame of the work and everything in it. Once the result is available, the
         # interpreter may shut down, and a thread that frees a tensor during shutdown crashes the
@@ -108,7 +108,7 @@ class ThreadBackground(Background):
         self._streams = _Streams(device) if device.type != "cpu" else None
         self._threads: list[threading.Thread] = []
         for incoming, following in zip(queues, following_queues, strict=True):
-            # The threads refer to the queues and not to this object, so they end even if it is
+            # The threads refer to the queues rather than to this object, so they end even if it is
             # never closed.
             thread = threading.Thread(
                 target=_serve,
@@ -159,13 +159,13 @@ class _Streams:
     def advance(self, pending: Pending[Any]) -> bool:
         with self._module.device(self._device), self._module.stream(self._side):
             self._side.wait_event(pending.ready)
-            # The worker thread waits for the side stream here, so that the training thread can use
+            # The worker thread waits for the side stream here so that the training thread can use
             # the result without an event.
             return pending.advance(settle=self._side.synchronize)
 
 
 class InlineBackground(Background):
-    """Runs the work of several groups in one process without threads.
+    """Runs the work of multiple groups in one process without threads.
 
     The first stage runs when the work starts. The remaining stages run when the result is
     requested.
@@ -178,7 +178,7 @@ class InlineBackground(Background):
 
     @staticmethod
     def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
-        """Returns the constructor of each group's background, in the order of the groups."""
+        """Returns a constructor for each group's background, in the order of the groups."""
         started: dict[int, list[_InlinePending[Any]]] = defaultdict(list)
         return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
 

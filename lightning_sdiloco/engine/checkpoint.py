@@ -1,4 +1,5 @@
-"""Saves and loads the folder next to a checkpoint file, with a manifest and one file per rank.
+"""Saves and loads the folder next to a checkpoint file. It contains a manifest and one file per
+rank.
 
 [Note: the order of a save] The checkpoint file contains the name of its save folder. First, all
 ranks write their files. Then rank 0 writes the manifest, and finally the checkpoint file is moved
@@ -7,8 +8,8 @@ process is killed during a save. Folders of earlier saves are removed last. All 
 other after each step. Otherwise, they could wait for a failed rank forever, because writing the
 checkpoint file may be a collective operation.
 
-A run resumes exactly with the same groups, ranks and settings. With different groups, ranks or
-settings, a run restarts from the outer parameters; see `restart`.
+With the same groups, ranks and settings, a run resumes exactly. Otherwise, it restarts from the
+outer parameters; see `restart`.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ from lightning_sdiloco.version import VERSION
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""The version of the folder's format. Folders in any other version cannot be read."""
+"""The version of the folder format. Folders in any other version cannot be read."""
 
 KEY = "streaming_diloco"
 """The key in the checkpoint file under which its folder is stored."""
@@ -92,13 +93,12 @@ class Saved(NamedTuple):
 
 
 class _Folder:
-    """The folder of a checkpoint file.
+    """The folder that belongs to a checkpoint file.
 
     Args:
         path: The checkpoint file.
         follow: Whether to follow a symbolic link, such as the one that
-            ModelCheckpoint(save_last="link") creates. The folder is located next to the target of
-            the link.
+            ModelCheckpoint(save_last="link") creates. The folder is next to the link's target.
 
     Attributes:
         filesystem: The file system of the checkpoint file and its folder.
@@ -108,9 +108,9 @@ class _Folder:
     """
 
     def __init__(self, path: str, follow: bool = False) -> None:
-        # fsspec shares its instances by default. If another thread has a transaction open on a
-        # shared instance, the transaction would include the files written here. Cached listings of
-        # a shared instance may also be older than the files of other ranks.
+        # fsspec shares its instances by default. If another thread had a transaction open on a
+        # shared instance, the transaction would include the files written here. A shared instance's
+        # cached listings may also be older than other ranks' files.
         self.filesystem, self.file = fsspec.core.url_to_fs(path, skip_instance_cache=True)
         self.is_local = type(self.filesystem) is LocalFileSystem
         is_followed = follow and self.is_local
@@ -126,7 +126,7 @@ class _Folder:
         return bool(self.filesystem.exists(f"{self.path}/{name}"))
 
     def remove(self, target: str) -> None:
-        """Removes the folder or a path within it if the path exists."""
+        """Removes the folder, or a path within it, if it exists."""
         if self.filesystem.exists(target):
             self.filesystem.rm(target, recursive=True)
 
@@ -148,7 +148,7 @@ class _Folder:
 
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, object]) -> Entry:
-    """Writes the file of a rank atomically."""
+    """Writes a rank's file atomically."""
     content = _serialised(state)
     name = f"rank_{rank:05d}.pt"
     _write(path, save, name, content)
@@ -156,7 +156,7 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, object]) -> 
 
 
 def read_rank(path: str, header: Header, rank: int) -> State:
-    """Reads the file of a rank and checks it against the manifest."""
+    """Reads a rank's file and checks it against the manifest."""
     if header["format"] != FORMAT:
         raise ValueError(
             f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco"
@@ -176,7 +176,7 @@ def read_rank(path: str, header: Header, rank: int) -> State:
 
 
 def read_groups(path: str, header: Header) -> list[list[State | None]]:
-    """Reads the states of all ranks for `restart_from`, by group, with None for each missing file."""
+    """Reads all ranks' states by group for `restart_from`, with None for each missing file."""
     size = header["layout"]["group_size"]
     groups = list[list[State | None]]()
     for group in range(header["layout"]["worker_groups"]):
@@ -203,12 +203,14 @@ def remove_folder(path: str) -> None:
 
 
 def discard(path: str, save: str) -> None:
-    """Removes the files of a failed save that this rank can see, while other ranks may do the same."""
+    """Removes all files of a failed save that this rank can see. Other ranks may do so at the same
+    time.
+    """
     folder = _Folder(path)
     if folder.is_local:
         shutil.rmtree(f"{folder.path}/{save}", ignore_errors=True)
         with suppress(OSError):
-            os.rmdir(folder.path)  # It fails if the folder contains another save.
+            os.rmdir(folder.path)  # This fails if the folder contains another save.
     else:
         with suppress(Exception):
             folder.filesystem.rm(f"{folder.path}/{save}", recursive=True)
@@ -225,7 +227,7 @@ def is_whole(path: str, save: str) -> bool:
 
 
 def fingerprint(path: str) -> str:
-    """Returns a string that changes when a file is replaced, and "" for a missing file."""
+    """Returns a string that changes when a file is replaced, or "" if the file is missing."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.file):
         return ""
@@ -246,7 +248,7 @@ def take_place(part: str, path: str) -> None:
 def random_state() -> State:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Querying an unused device would initialise the device, which fails in a forked process.
+    # Querying an unused device would initialise it, which fails in a forked process.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
@@ -294,12 +296,12 @@ def _read(path: str, save: str, name: str) -> bytes:
         ) from error
 
 
-# The part of a rank's file other than the engine: see [Note: entries of a rank]
+# The part of a rank's file that does not belong to the engine: see [Note: entries of a rank]
 
 
 def with_entries(state: State, tree: State, topology: Topology) -> State:
-    """Adds extra state and the entries that differ from rank 0's to the state that a rank saves.
-    All ranks must call this function.
+    """Adds the modules' extra state and the entries that differ from rank 0's to the state that a
+    rank saves. All ranks must call this function.
     """
     engine = dict(state["engine"])
     differing = differing_from_first(tree, topology.world)
@@ -326,8 +328,8 @@ def take_up_entries(
     """Replaces rank 0's entries with the entries that this rank saved, and returns the engine's
     state.
 
-    The returned state includes extra state. If ``read`` is None, entries that are unsafe to read
-    are skipped with a warning.
+    The returned state includes the modules' extra state. If ``read`` is None, entries that are
+    unsafe to read are skipped with a warning.
     """
     extra: State = {}
     unread = put(saved["entries"], tree, read or read_safely, without)
@@ -359,9 +361,9 @@ def write_ranks(
     settings: Mapping[str, object],
     advice: str = _ADVICE,
 ) -> Saved:
-    """Writes each rank's file; see [Note: the order of a save]. Must be called on all ranks."""
-    # Ranks may have chosen different paths, because a requeued SLURM job numbers its checkpoint by
-    # the files that it sees.
+    """All ranks must call this function to write their files; see [Note: the order of a save]."""
+    # Ranks may have chosen different paths, because a requeued SLURM job numbers its checkpoint
+    # based on the files that it sees.
     path, save = topology.world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = _saves_of(path) if topology.rank == 0 else []
     # Gathering the entries waits until all ranks have written their files.
@@ -380,7 +382,7 @@ def write_ranks(
 
 
 def _saves_of(path: str) -> list[str]:
-    """Returns the names of all saves in a checkpoint file's folder, including incomplete saves."""
+    """Returns the names of all saves in a checkpoint file's folder, including incomplete ones."""
     folder = _Folder(path)
     if not folder.filesystem.exists(folder.path):
         return []
@@ -395,7 +397,7 @@ def write_common_file(
     save = saved.header["save"]
 
     def write_manifest() -> None:
-        """Completes the folder of the save."""
+        """Completes the save's folder."""
         if topology.rank == 0:
             manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
             _write(saved.path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
@@ -524,7 +526,7 @@ def read_own(
     except ValueError as error:
         refusal = str(error)
     except Exception as error:
-        # Every kind of error is caught, because the other ranks would otherwise wait for this rank.
+        # All errors are caught, because the other ranks would otherwise wait for this rank.
         refusal = f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
@@ -552,7 +554,7 @@ def _read_matching(
     settings: Settings,
     optimizers: int,
 ) -> State:
-    """Reads this rank's file after checking that layout, settings and optimizers match."""
+    """Reads this rank's file after checking that the layout, settings and optimizers match."""
     if header is None:
         raise ValueError(
             f"{path} was not saved by lightning_sdiloco, because it does not refer to a folder"
@@ -584,7 +586,7 @@ def _layout(topology: Topology) -> dict[str, int]:
 
 
 def place_of(topology: Topology) -> dict[str, int]:
-    """Returns the worker group and rank of this process for the state of an engine."""
+    """Returns this process's worker group and rank, which are stored in an engine's state."""
     return {
         "num_groups": topology.num_groups,
         "group_index": topology.group_index,
@@ -594,7 +596,7 @@ def place_of(topology: Topology) -> dict[str, int]:
 
 
 def require_own_state(state: State, topology: Topology) -> None:
-    """Refuses the state of another rank, because each worker group has different values."""
+    """Refuses another rank's state, because each worker group has different values."""
     place = place_of(topology)
     saved_place = state.get("rank")
     if saved_place is None or not state.keys() >= {"settings", "schedule"}:
@@ -620,11 +622,11 @@ def _in_words(place: Mapping[str, int]) -> str:
     )
 
 
-# The state of an inner optimizer on one rank, sharded or not
+# An inner optimizer's state on one rank, sharded or not
 
 
 def own_state(optimizer: Optimizer) -> State:
-    """Returns the state of an optimizer with this rank's parts of sharded tensors."""
+    """Returns an optimizer's state, with only this rank's parts of sharded tensors."""
     state = optimizer.state_dict()
     held = dict[int, State]()
     divided = dict[int, list[str]]()
@@ -640,7 +642,7 @@ def own_state(optimizer: Optimizer) -> State:
 
 
 def take_up_state(optimizer: Optimizer, saved: State) -> None:
-    """Restores the state that `own_state` returned for the same parameters with the same sharding."""
+    """Restores a state that `own_state` returned for the same parameters and sharding."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: dict(entry) for index, entry in saved["state"].items()}
     for index, keys in saved.get("divided", {}).items():

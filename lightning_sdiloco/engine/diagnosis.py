@@ -11,12 +11,12 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.fragments import Diagnostics, Launch
 
-# The keys under which torch's optimizers store the running mean of their gradients.
+# The keys under which torch's optimizers store a running mean of the gradients.
 _MOMENTUM_NAMES = ("momentum_buffer", "exp_avg")
 
 
 class Diagnosis:
-    """Measurements during a flight of how closely the groups agree on its fragment."""
+    """Measures, during a flight, how closely the groups agree on its fragment."""
 
     def __init__(self) -> None:
         self._encoding_squares = torch.empty(0)

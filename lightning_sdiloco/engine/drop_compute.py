@@ -1,4 +1,4 @@
-"""DropCompute: drops the remaining micro-batches of a rank that is late in an inner step."""
+"""DropCompute: drops the remaining micro-batches of a rank that falls behind in an inner step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _THRESHOLDS = 200
 
 
 class DropCompute:
-    """A limit on how long a rank computes in an inner step of several micro-batches (arXiv
+    """A limit on how long a rank may compute in an inner step of multiple micro-batches (arXiv
     2306.10598).
 
     The ranks of a worker group wait for each other in every inner step. A rank that exceeds the
@@ -80,7 +80,7 @@ class DropCompute:
 
 
 class DroppingLoader:
-    """A loader that yields None for each micro-batch that is dropped; see `DropCompute`.
+    """A loader that yields None for each dropped micro-batch; see `DropCompute`.
 
     Attributes:
         drop: The settings of DropCompute.
@@ -109,7 +109,7 @@ class DroppingLoader:
         # Gathers objects from the ranks of the group, or only from this rank until `follow` is
         # called.
         self._all_gather: Callable[[Any], list[Any]] = lambda table: [table]
-        # For each measured step, the seconds from its start to the end of each micro-batch.
+        # For each measured step, the time in seconds from its start to the end of each micro-batch.
         self._table: list[list[float]] = []
         self._position = 0
         self._resumed = False
@@ -168,7 +168,7 @@ class DroppingLoader:
                 yield batch
 
     def _now(self) -> float:
-        """Returns the time. On a GPU, first waits until at most one micro-batch is still running."""
+        """Returns the time. On a GPU, first waits until at most one micro-batch is running."""
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
@@ -178,7 +178,7 @@ class DroppingLoader:
         return self._clock()
 
     def _note(self, row: list[float]) -> None:
-        """Adds a step to the table, and chooses the budget once enough steps are measured."""
+        """Adds a step to the table, and chooses the budget once enough steps have been measured."""
         if not self._measures:
             return
         if len(row) == self.drop.micro_batches and self.trained:
@@ -217,12 +217,12 @@ class DroppingLoader:
 
 
 def _computed(tables: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns the duration of each micro-batch by rank and step, and the overhead of a step, in
-    seconds.
+    """Returns the duration of each micro-batch, by rank and step, and the overhead of a step, both
+    in seconds.
 
     Args:
-        tables: The seconds from the start of each step to the end of each of its micro-batches, by
-            rank and step.
+        tables: The time in seconds from the start of each step to the end of each of its
+            micro-batches, by rank and step.
     """
     times = []
     for table in tables:
@@ -271,12 +271,12 @@ def best_drop(
     micro-batches except for the last, which synchronises gradients. The first micro-batch always
     runs. If dropping shortens the step by the share ``s`` and drops the share ``d`` of the
     micro-batches, the gain is ``(1 - d) / (1 - s) - 1`` (arXiv 2306.10598 and the authors' code).
-    With few ranks whose times vary widely, the optimum is flat and noisy, and would drop most
-    micro-batches. For this reason, ``d`` is limited.
+    If there are only a few ranks and their times vary widely, the optimum is flat and noisy, and
+    would drop most micro-batches. For this reason, ``d`` is limited.
 
     Args:
         times: The duration of each micro-batch in seconds, as ``times[rank][step][micro-batch]``.
-        overhead: The duration of a step, in seconds, without any computation.
+        overhead: The duration, in seconds, of a step without any computation.
         most_dropped: The largest share of micro-batches that may be dropped.
 
     Examples:

@@ -82,15 +82,15 @@ class StreamingDiLoCo:
     is one worker group.
 
     Args:
-        model: The model to train, wrapped in ``DistributedDataParallel`` if a worker group has
-            several ranks.
+        model: The model to train, wrapped in ``DistributedDataParallel`` if a worker group has more
+            than one rank.
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
             With ``"auto"``, each process is a group. Pass a `WorkerGroups` if you wrapped the model
-            with its process group.
+            using its process group.
         sync_every: The number of inner steps between two launches of the same fragment (H in the
             paper).
         overlap_steps: The number of inner steps from the launch of a fragment to its landing (tau
-            in the paper), which must be below ``sync_every``. The default is five, or fewer if the
+            in the paper). Must be less than ``sync_every``. The default is five, or fewer if the
             rounds are shorter.
         mixing: The share of the local parameters that is kept on landing (alpha in the paper), from
             0 to 1, or a `LandingRule` such as `Carry`. If ``mixing``, ``outer_lr`` or
@@ -99,17 +99,17 @@ class StreamingDiLoCo:
         fragments: How the model is divided. Pass ``"strided:3"`` or ``"sequential:3"`` to set the
             number of repeated blocks per fragment. By default, a fragment contains an eighth of the
             blocks, with a minimum of one and a maximum of three. Deeper models have more blocks per
-            fragment, so that there are at most 32 fragments. ``"balanced"`` creates the same number
+            fragment so that there are at most 32 fragments. ``"balanced"`` creates the same number
             of fragments as ``"strided"``, but with equal sizes. Pass an integer to create that many
-            fragments of equal size. Alternatively, pass one list per fragment with shell-style
+            fragments of equal size. Alternatively, for each fragment, pass a list of shell-style
             patterns for parameter names.
-        compression: The encoding of outer gradients, which is a `Compression` or a name from
+        compression: How outer gradients are encoded. Pass a `Compression` or a name from
             ``compression.COMPRESSIONS``, such as ``"fp4"``.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: The momentum of the outer Nesterov SGD as defined by torch, or ``"auto"``.
         outer_optimizer: A callable that takes the flat float32 shards, one per fragment, and
-            returns an elementwise torch optimizer, which replaces the Nesterov SGD. Alternatively,
-            pass an `OuterOptimizer` to set a rate schedule, clipping, a guard against outliers and
+            returns an elementwise torch optimizer to replace the Nesterov SGD. Alternatively, pass
+            an `OuterOptimizer` to configure a rate schedule, clipping, a guard against outliers and
             the location of the outer state.
         exchange: How the groups average their encoded outer gradients. Pass ``"gather"``,
             ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or pass a
@@ -118,15 +118,15 @@ class StreamingDiLoCo:
             rounds. By default, there is no dense beginning.
         schedule: A `LaunchSchedule`, such as `Selective`, that determines when fragments launch. By
             default, each fragment launches every ``sync_every`` inner steps.
-        weighing: A `Weighing`, which determines the weight of each group in a mean. By default, a
-            group's weight is proportional to the inner steps that it trained.
+        weighing: A `Weighing`, which determines each group's weight in a mean. By default, this
+            weight is proportional to the number of inner steps that the group trained.
         route: A `Route`, such as `RandomPairs`, that determines which groups exchange with each
             other in a round. By default, all groups exchange with each other. With a route, groups
             have different outer parameters, and you need `group_mean` to evaluate the outer model.
-        untrained: How to handle buffers and frozen parameters. Map patterns of their names to
-            ``"mean"``, ``"first"`` or ``"own"``. By default, statistics of normalization layers are
-            averaged, other small buffers are taken from the first group, and each group keeps its
-            own large buffers and frozen parameters.
+        untrained: How to handle buffers and frozen parameters. Map name patterns to ``"mean"``,
+            ``"first"`` or ``"own"``. By default, statistics of normalization layers are averaged,
+            other small buffers are taken from the first group, and each group keeps its own large
+            buffers and frozen parameters.
         timeout: The maximum time that a fragment may be in flight.
         federation: The `Federation` that these ranks join as a separately launched site. By
             default, all worker groups are launched together.
@@ -217,8 +217,8 @@ class StreamingDiLoCo:
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps") if is_watched(self.topology) else None
-        """Watches the time between inner steps; stopped if Lightning runs the loop. None if this
-        rank has nothing to watch.
+        """Watches the time between inner steps. Stopped if Lightning runs the loop, and None if
+        this rank has nothing to watch.
         """
 
     def _require_same_on_all_ranks(
@@ -233,7 +233,7 @@ class StreamingDiLoCo:
         require_same_settings(described, self.topology.world)
 
     def join(self) -> None:
-        """Waits until a site has the current state of its federation, so that no inner steps are
+        """Waits until a site has the current state of its federation so that no inner steps are
         wasted.
         """
         self.loop.join(self.inner_steps)
@@ -249,11 +249,11 @@ class StreamingDiLoCo:
             trained: The number of micro-batches that this rank trained in this inner step. Groups
                 are weighted by this number in the next mean of each fragment, so all groups must
                 use the same unit.
-            idle: Whether this group did not train in this inner step, for example because its data
-                was exhausted. ``idle=True`` is equivalent to ``trained=0``. All ranks of a group
-                must pass the same value.
-            samples: The number of samples that this rank trained on, which a federation uses to
-                weight its sites. The default is ``trained``.
+            idle: Whether this group skipped training in this inner step, for example because its
+                data was exhausted. ``idle=True`` is equivalent to ``trained=0``. All ranks of a
+                group must pass the same value.
+            samples: The number of samples that this rank trained on. A federation uses this number
+                to weight its sites. The default is ``trained``.
 
         Raises:
             ValueError: If ``trained`` is not a non-negative integer.
@@ -293,9 +293,9 @@ class StreamingDiLoCo:
         """Ends training by landing all fragments in flight and averaging the groups' models.
 
         After the landings, each fragment is set to the plain float32 mean of the groups' local
-        parameters, without the outer learning rate or momentum. The model then contains the outer
-        parameters, which are bit-identical in every group. Gradients are cleared. Returns all
-        landings except those of the final exchange. A second call has no effect.
+        parameters, without applying the outer learning rate or momentum. The model then contains
+        the outer parameters, which are bit-identical in every group. Gradients are cleared. Returns
+        all landings except those of the final exchange. A second call has no effect.
         """
         if self.is_finished:
             return []
@@ -335,7 +335,7 @@ class StreamingDiLoCo:
         return landed
 
     def close(self) -> None:
-        """Stops the background work and discards fragments in flight. `finish` calls this method."""
+        """Stops the background work and discards fragments in flight. Called by `finish`."""
         self._is_closed = True
         self.loop.close()
         self.fragmented_model.free_spare_memory()
@@ -350,7 +350,7 @@ class StreamingDiLoCo:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` has run, after which the model contains the outer parameters."""
+        """Whether `finish` has run. If so, the model contains the outer parameters."""
         return self.fragmented_model.view.has_ended
 
     @property
@@ -380,11 +380,11 @@ class StreamingDiLoCo:
         return self.site is not None or steps >= timetable.schedule.first_round
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
-        """Loads the outer model inside a ``with`` block and then restores the local model bit for
-        bit.
+        """Loads the outer model for the duration of a ``with`` block, and then restores the local
+        model bit for bit.
 
         In-group collective. Blocks may be nested. If you pass a mean from `group_mean`, the model
-        takes that mean, without waiting for other groups. Otherwise, the model takes the outer
+        is set to that mean, without waiting for other groups. Otherwise, it is set to the outer
         parameters, which differ between groups if a route is used. Each group keeps its own
         untrained state, but a mean includes the untrained state of the first group.
         """
@@ -395,7 +395,7 @@ class StreamingDiLoCo:
         """Makes rank 0's current model the outer model of all groups. All ranks must call this
         method together.
 
-        Call this method after you overwrite weights, for example with the weights of a better
+        Call this method after you overwrite weights, for example with the weights from a better
         epoch. All groups discard fragments in flight and the outer momentum. The inner optimizers
         keep their state.
 
@@ -511,8 +511,8 @@ class StreamingDiLoCo:
         """Resumes from the state of an engine with the same settings, model and rank. All ranks
         must call this method.
 
-        Settings that are ``"auto"`` take their values from the state. A state from another rank,
-        with different fragments or with a different outer optimizer is refused.
+        Settings that are ``"auto"`` take their values from the state. A state is refused if it
+        comes from another rank or has different fragments or a different outer optimizer.
         """
         require_own_state(state, self.topology)
         _require_no_warmup(state)
@@ -563,14 +563,14 @@ class StreamingDiLoCo:
 
     @takes_turns
     def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> Turns[list[Landing]]:
-        """Divides the model again after you freeze, unfreeze or replace parameters. All ranks must
-        call this method.
+        """Divides the model into fragments again after you freeze, unfreeze or replace parameters.
+        All ranks must call this method.
 
-        Lands the fragments in flight and returns the landings. A newly frozen parameter takes its
-        outer value, or the mean of the groups if it has never landed. A parameter that is newly
-        trainable, replaced or reshaped starts from group 0's value without momentum. Rounds restart
-        unless all names and sizes are unchanged. Gradients and inner optimizer state of reshaped
-        parameters are discarded.
+        Lands the fragments in flight and returns the landings. A newly frozen parameter is set to
+        its outer value, or to the mean of the groups if it has never landed. A parameter that is
+        newly trainable, replaced or reshaped starts from group 0's value without momentum. Rounds
+        restart unless all names and sizes are unchanged. The gradients and inner optimizer state of
+        reshaped parameters are discarded.
 
         Args:
             inner_optimizers: The optimizers of your training loop, if you have created new ones.
@@ -604,13 +604,13 @@ class StreamingDiLoCo:
             )
 
     def report(self) -> dict[str, float]:
-        """Returns the counters so far and the numeric settings of outer steps and landings.
+        """Returns the current counters and the numeric settings of outer steps and landings.
 
         ``flights_dropped`` is the number of flights that were discarded when a run continued with
-        different groups or settings. ``bytes_sent`` and ``bytes_received`` are the bytes that this
-        rank sent to other groups and received from them. ``exposed_wait_s`` is the time that
-        training spent waiting for fragments, and ``in_flight_s`` is the total time that fragments
-        were in flight.
+        different groups or settings. ``bytes_sent`` and ``bytes_received`` are the numbers of bytes
+        that this rank sent to other groups and received from them. ``exposed_wait_s`` is the time
+        that training spent waiting for fragments, and ``in_flight_s`` is the total time that
+        fragments were in flight.
         """
         return {**asdict(self.history.counts), **self.rounds.settings.numbers}
 

@@ -1,14 +1,14 @@
-"""The flight of a fragment from its launch to its landing (lines 7 to 11 of Algorithm 2).
+"""A fragment's flight from launch to landing (lines 7 to 11 of Algorithm 2).
 
 A `Flight` has three methods. `Flight.send` encodes the outer gradient and posts it (line 7).
 `Flight.average` receives and averages the outer gradients of all groups (line 8). `Flight.step`
 takes the outer step (line 11). All three methods run in the background while training continues.
-The methods read the fragment's record and write only to tensors that the flight created. The
-`Arrival` that `Flight.step` returns is not committed until the fragment lands.
+They read the fragment's record and write only to tensors that the flight created. The `Arrival`
+that `Flight.step` returns is not committed until the fragment lands.
 
-A flight is composed of parts. The kind of a flight is a round, a plain mean or a leg of a route
-(`_Round`, `_PlainMean`, `_Leg`). The control vector is sent either before or together with the
-payload (`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
+A flight is composed of parts. Its kind is a round, a plain mean or a leg of a route (`_Round`,
+`_PlainMean`, `_Leg`). The control vector is sent either before the payload or together with it
+(`_WordsAhead`, `_WordsAlong`). Optional parts are the exchange of untrained state
 (`_UntrainedMessages`), a second hop and diagnostics.
 """
 
@@ -57,14 +57,14 @@ from lightning_sdiloco.engine.untrained import (
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
-# In fragments with fewer values, the control vector travels in the same message as the payload,
-# because a separate message would cost more than a copy. One such flight in seven still sends the
-# vector ahead, to measure how long the payload is on the link.
+# For fragments with fewer values, the control vector travels in the same message as the payload,
+# because a separate message would cost more than a copy. One in seven such flights still sends the
+# vector ahead, in order to measure how long the payload is on the link.
 _FEW_VALUES = 1 << 16
 _FLIGHTS_PER_WORD_AHEAD = 7
 
-# Every digest includes the number of the engine multiplied by this factor. Because the factor is an
-# odd 64-bit number, the digests of different engines differ.
+# Every digest includes the engine's number multiplied by this factor. Because the factor is an odd
+# 64-bit number, the digests of different engines differ.
 _ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
 # The stages of the background, each with its own communicator.
@@ -72,8 +72,8 @@ _SEND, _AVERAGE, _STEP = range(3)
 
 
 class Collected(NamedTuple):
-    """Received messages by exchange and group, traffic in bytes, and the time when each exchange
-    finished.
+    """The received messages by exchange and group, the traffic in bytes, and the time at which each
+    exchange finished.
     """
 
     messages: list[list[Tensor]]
@@ -113,7 +113,7 @@ class Synchronizer:
         if codec.traits.varies:
             self.exchange = VaryingExchange(topology.control, topology.exchange)
         # Control vectors must travel ahead of the payload if messages are held back until all
-        # groups have launched, or if the lengths of messages are sent first.
+        # groups have launched, or if message lengths are sent first.
         self._may_send_words_along = topology.exchange.learns_sizes and not codec.traits.varies
         self._flight_numbers = itertools.count()
         has_untrained = any(fragment.untrained.outer for fragment in fragments)
@@ -126,7 +126,7 @@ class Synchronizer:
         self._hands_over = codec.traits.varies or (has_second_hop and has_own_exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
-        """Runs the flight of a fragment in up to three stages. All ranks must call this in-group
+        """Runs a fragment's flight in up to three stages. All ranks must call this in-group
         collective in launch order.
         """
         flight = Flight(self, launch)
@@ -141,8 +141,8 @@ class Synchronizer:
     def sends_words_ahead(self, launch: Launch) -> bool:
         """Returns whether the control vector of the next flight travels ahead of its payload.
 
-        All groups count flights in the same way, even if control vectors later reveal that groups
-        are at different points.
+        All groups count flights in the same way, even if control vectors later reveal that the
+        groups are at different points.
         """
         is_chosen = next(self._flight_numbers) % _FLIGHTS_PER_WORD_AHEAD == 0
         is_short = self._may_send_words_along and launch.gradient.numel() < _FEW_VALUES
@@ -151,7 +151,7 @@ class Synchronizer:
     def collect(
         self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
     ) -> Collected:
-        """Waits for the messages of a flight and returns them. In-group collective."""
+        """Waits for a flight's messages and returns them. In-group collective."""
         exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
         sent_before = sum([exchange.bytes_sent for exchange in exchanges])
         received_before = sum([exchange.bytes_received for exchange in exchanges])
@@ -180,7 +180,7 @@ class Synchronizer:
         )
 
     def _missing_in_group(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Returns an error if this rank or another rank of its group is missing a message. In-group
+        """Returns an error if this rank or another rank in its group is missing a message. In-group
         collective.
         """
         topology = self.topology
@@ -366,7 +366,8 @@ class Flight:
 
     def _post_second_hop(self) -> None:
         """Posts this group's part of the mean and the untrained state to be exchanged."""
-        # The control vectors list which untrained state has changed. Constants are not exchanged.
+        # The control vectors indicate which untrained state has changed. Constants are not
+        # exchanged.
         self._changed = reduce(or_, [control.changed for control in self._controls])
         posts = self._second_hop_posts
         exchange = self._topology.second_hop
@@ -398,8 +399,8 @@ class Flight:
         self._spans["relay"] = span_from(began, self._device)
         messages = collected.messages
         if self._second_hop is None:
-            # These messages are too short to measure the link, so they are assumed to be as fast as
-            # the payload.
+            # These messages are too short to measure the link, so they are assumed to travel as
+            # fast as the payload.
             longest_relayed = max(collected.bytes_sent, collected.bytes_received)
             longest_payload = max(1, self._bytes_sent, self._bytes_received)
             self._on_link_s *= 1 + longest_relayed / longest_payload
@@ -431,9 +432,7 @@ def _kind_of(shared: Synchronizer, fragment: FragmentState, launch: Launch) -> "
 
 
 class _Kind(ABC):
-    """The kind of a flight, which determines the values sent, the weight of each group and the
-    result.
-    """
+    """The kind of a flight. It determines the sent values, each group's weight and the result."""
 
     def __init__(
         self, shared: Synchronizer, fragment: FragmentState, launch: Launch, all_reduce: AllReduce
@@ -454,14 +453,14 @@ class _Kind(ABC):
 
     @abstractmethod
     def count(self, controls: Sequence[Control]) -> Count:
-        """Returns the weight of each group in the mean."""
+        """Returns each group's weight in the mean."""
 
     def mean(self, payloads: Sequence[Tensor], count: Count) -> Tensor:
         """Averages this group's part of the values."""
         return self.all_reduce.mean(payloads, count, self.launch.gradient, self._group)
 
     def second_hop(self, mean: Tensor) -> SecondHop:
-        """Returns this group's message of the second hop: the mean of its part."""
+        """Returns this group's message for the second hop, which contains the mean of its part."""
         return self.all_reduce.second_hop(mean, None)
 
     def gradient_from(self, payloads: Sequence[Tensor], mean: Tensor, count: Count) -> Tensor:
@@ -472,7 +471,7 @@ class _Kind(ABC):
 
     @abstractmethod
     def outer_step(self, mean: Tensor, count: Count, in_group: Communicator) -> OuterState:
-        """Returns the outer state after the flight and may overwrite the mean. In-group collective."""
+        """Returns the outer state after the flight. May overwrite the mean. In-group collective."""
 
     @abstractmethod
     def landing_rule(self, controls: Sequence[Control], count: Count) -> LandingRule: ...
@@ -651,7 +650,7 @@ class _Words(ABC):
 
     @abstractmethod
     def joined_to(self, payloads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the message to send to each group, including the group's payload."""
+        """Returns the message to send to each group, including that group's payload."""
 
     @abstractmethod
     def parted_from(
@@ -662,8 +661,8 @@ class _Words(ABC):
     def on_link(
         self, posted_at: float, began: float, encode: Span, arrival_times: Sequence[float]
     ) -> float:
-        """Returns the seconds for which payloads were on the link; NaN, unless a message came
-        ahead of them.
+        """Returns the time in seconds that the payloads were on the link, or NaN if no message was
+        sent ahead of them.
         """
         return math.nan
 
@@ -733,17 +732,17 @@ class _WordsAhead(_Words):
 
 
 def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
-    """Returns how many seconds the messages of the other groups were on the link.
+    """Returns how many seconds the other groups' messages were on the link.
 
-    A message is sent once its receiver has posted its own messages, so the time starts when every
+    A message is sent once its receiver has posted its own messages, so the time starts once every
     message could be sent. The receiver can measure the arrival of a message only while waiting for
     it. The result is NaN if the messages arrived before the wait began. The result is also NaN if
-    they arrived together with the notice that their group had launched, because that notice is sent
-    before encoding.
+    they arrived together with the notice that their groups had launched, because that notice is
+    sent before encoding.
 
     Args:
         posted: The time when this rank posted its messages.
-        began: The time when this rank began to wait for the messages of the other groups.
+        began: The time when this rank began to wait for the other groups' messages.
         launched: The time when this rank was notified that all groups had launched.
         ended: The time when all messages had arrived.
         encoding: The time in seconds that this rank spent encoding its messages.
@@ -808,7 +807,7 @@ class _UntrainedMessages:
     def _pieces(
         self, of_groups: Sequence[Tensor], count: Count, device: torch.device
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the received bytes by tensor and by the name of the group that sent them."""
+        """Returns the received bytes by tensor and by the name of the sending group."""
         sizes = [self._state.nbytes(index) for index in self._travelling]
         pieces: dict[int, dict[str, Tensor]] = {index: {} for index in self._travelling}
         for group in count.factors:
@@ -849,7 +848,7 @@ def _disagreement(
     difference: str, values: Mapping[int, object], controls: Sequence[Control], topology: Topology
 ) -> AgreementError:
     control = controls[topology.group_index]
-    # The number of the engine matters only in processes with more than one engine.
+    # The engine's number matters only in processes with more than one engine.
     of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
     by_group = ", ".join(f"group {group}: {value}" for group, value in values.items())
     return AgreementError(
@@ -859,7 +858,7 @@ def _disagreement(
     )
 
 
-# Arithmetic for both worker groups that are launched together and the sites of a federation
+# Arithmetic for worker groups that are launched together and for the sites of a federation
 
 
 def outer_step(
@@ -876,10 +875,10 @@ def outer_step(
     Args:
         fragment: The fragment's record, which is not modified.
         before: The outer state before the step.
-        values: The outer values on the device of the gradient. The returned values are on the same
+        values: The outer values on the gradient's device. The returned values are on the same
             device.
         gradient: The mean outer gradient.
-        group: The communicator of this group. This call is an in-group collective.
+        group: This group's communicator. This call is an in-group collective.
         is_dense: Whether the round is part of the dense beginning.
     """
     direction_norm = math.nan
@@ -944,7 +943,7 @@ def norm_squared(gradient: Tensor) -> float:
 
 
 def whole_norm(norm: Tensor, group: Communicator) -> float:
-    """Returns the norm of a whole fragment from the norms of its shards. In-group collective."""
+    """Computes the norm of a whole fragment from the norms of its shards. In-group collective."""
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)

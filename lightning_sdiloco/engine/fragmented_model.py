@@ -1,5 +1,5 @@
-"""A model that is divided into fragments, with the records of the fragments and the view of the
-outer model.
+"""A model that is divided into fragments, with the fragments' records and the view of the outer
+model.
 """
 
 from collections.abc import Sequence
@@ -31,23 +31,22 @@ from lightning_sdiloco.engine.start import (
 )
 from lightning_sdiloco.memory import SparePages
 
-# The bytes per value of a flight that waits to land, for outer gradient, outer parameters and
-# momentum.
+# The number of bytes per value in a flight that is waiting to land, for the outer gradient, the
+# outer parameters and the momentum.
 _KEPT_BYTES = 12
 
 
 class FragmentedModel:
-    """A model and the records of its fragments, which can be divided again after the model has
-    changed.
+    """A model and the records of its fragments. The model can be divided into fragments again after
+    it has changed.
 
     Attributes:
         model: The model that the inner optimizers train.
         storage: The storage of the outer state.
         inner: The inner optimizers.
-        partition: The fragments of the model, set by `cut` together with ``cut_model`` and
-            ``view``.
+        partition: The model's fragments. Set by `cut`, together with ``cut_model`` and ``view``.
         fragments: The record of each fragment.
-        cut_model: The parameters and modules of the model at the time when it was divided.
+        cut_model: The model's parameters and modules as they were when it was divided.
         view: The view of the outer model.
         recut: The new fragments that the groups are about to agree on.
     """
@@ -70,7 +69,7 @@ class FragmentedModel:
         self.inner = inner
         self.fragments: list[FragmentState] = []
         self.recut: Recut | None = None
-        # Keeps the memory of a flight that has landed for the next one.
+        # Keeps the memory of a landed flight so that the next flight can reuse it.
         self._spare: SparePages | None = None
         self._topology = topology
         self.cut(partition, settings)
@@ -88,11 +87,11 @@ class FragmentedModel:
         self._watch_copies()
 
     def free_spare_memory(self) -> None:
-        """Frees the memory kept for flights, because there will be no more."""
+        """Frees the memory kept for flights, because there will be no more flights."""
         self._spare = None
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
-        """Replaces the inner optimizers, which may keep different copies of the weights."""
+        """Replaces the inner optimizers. The new ones may keep different copies of the weights."""
         if list(inner_optimizers) != list(self.inner.optimizers):
             self.inner = InnerOptimizers(inner_optimizers)
             self._watch_copies()
@@ -112,13 +111,13 @@ class FragmentedModel:
 
     @property
     def outer_steps(self) -> int:
-        """The number of outer steps of the first fragment, where a dense beginning counts as one
-        step.
+        """The number of outer steps that the first fragment has taken. A dense beginning counts as
+        one step.
         """
         return self.fragments[0].outer.rounds
 
     def local_digests(self) -> dict[str, int]:
-        """Returns a digest of this rank's part of each parameter by name."""
+        """Returns, by name, a digest of this rank's part of each parameter."""
         digests: dict[str, int] = {}
         for fragment in self.fragments:
             layout = fragment.layout
@@ -129,7 +128,7 @@ class FragmentedModel:
         return digests
 
     def recover(self, landed: int, *, is_ending: bool = False) -> None:
-        """Replaces non-finite values of this group with outer values after a landing. In-group
+        """Replaces this group's non-finite values with outer values after a landing. In-group
         collective.
         """
         self.cut_model.reshard()
@@ -145,11 +144,11 @@ class FragmentedModel:
                 fragment.write_outer(in_group, stays=True)
                 self.inner.recover(fragment.layout.parameters, in_group)
 
-    # Dividing the model again
+    # Dividing the model into fragments again
 
     def cut_for_recut(self, settings: Settings) -> tuple[Fragment, ...]:
-        """Divides the current model and detaches the previous fragments from removed tensors.
-        Refuses models that cannot be divided again.
+        """Divides the current model and detaches the previous fragments from tensors that have been
+        removed. Refuses models that cannot be divided again.
         """
         if self.view.is_shown:
             raise RuntimeError(
@@ -186,7 +185,7 @@ class FragmentedModel:
         self.recut = Recut.of(self.cut_model, partition, self.fragments, outer, settings)
 
     def end_recut(self, recut: Recut, settings: Settings) -> None:
-        """Adopts the new fragments that all ranks have agreed on, and keeps the outer state of
+        """Adopts the new fragments that all ranks have agreed on, and keeps the outer state of the
         remaining tensors. In-group collective.
 
         If the fragments are the same, for example because a submodule was replaced with a copy,

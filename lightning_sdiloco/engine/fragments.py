@@ -3,9 +3,9 @@ result of a flight.
 
 [Note: fragment tensors] A rank stores the following tensors for each fragment. ``length`` is the
 number of values in the rank's shard. ``part`` is the number of values that the rank's group
-averages, which is the whole shard unless there is a second hop. *storage* is the device of the
-model or, for offloaded state, page-locked host memory. All tensors are flat and float32 unless
-noted otherwise.
+averages. It equals ``length`` unless there is a second hop. *storage* is the device of the model
+or, for offloaded state, page-locked host memory. All tensors are flat and float32 unless noted
+otherwise.
 
 ===============  ===========  =======  ============================================================
 tensor           shape        where    content and writer
@@ -103,7 +103,7 @@ class Purpose(Enum):
 
 
 class Launch(NamedTuple):
-    """The data that a launch reads, after which the training thread may change the model."""
+    """The data that a launch reads. Afterwards, the training thread may change the model."""
 
     fragment: int
     step: int
@@ -124,8 +124,8 @@ class Launch(NamedTuple):
     travelling: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and host tensors, except for the outer parameters and the values
-        that each process sets itself.
+        """Returns the launch as plain values and host tensors, without the outer parameters and the
+        values that each process sets itself.
         """
         variants = {
             "choice": self.choice,
@@ -154,7 +154,9 @@ class Launch(NamedTuple):
         return Launch(**{**state, **tensors}, deadline=deadline)
 
     def without_values(self) -> "Launch":
-        """Replaces the gradient with a tensor of the same length that needs no memory."""
+        """Returns the launch with its gradient replaced by a tensor of equal length that needs no
+        memory.
+        """
         return self._replace(gradient=self.gradient.new_zeros(()).expand(len(self.gradient)))
 
 
@@ -183,32 +185,33 @@ class Landing(NamedTuple):
         outer_lr: The learning rate of the outer step, or 0 if there was no outer step because no
             group had trained.
         outer_grad_norm: The norm of the mean outer gradient of the whole fragment, before a
-            direction is computed from the gradient.
-        bytes_sent: The bytes that this rank sent to other groups for this flight.
+            direction is computed from it.
+        bytes_sent: The number of bytes that this rank sent to other groups for this flight.
         exposed_wait_s: The time in seconds that the training thread waited for the flight.
         in_flight_s: The time in seconds from the launch until the result was available.
         landed_at: The inner step after which the fragment landed.
-        bytes_received: The bytes that this rank received from other groups for this flight.
+        bytes_received: The number of bytes that this rank received from other groups for this
+            flight.
         counted: The groups that were included in the mean.
         group_norms: The norm of each group's outer gradient before compression.
         spans: The start and end of each stage, as measured by ``time.perf_counter()``. The stages
             in the training thread are ``launch``, ``wait`` and ``land``. The stages in the
             background are ``flight`` and its parts ``encode``, ``transfer``, ``decode``, ``relay``
             (only with a second hop) and ``outer_step``.
-        diagnostics: Measurements of how closely the groups agree, or None unless
-            `engine.rounds.diagnose` enabled them.
+        diagnostics: Measurements of how closely the groups agree, or None if they were not enabled
+            with `engine.rounds.diagnose`.
         on_link_s: The time in seconds that messages from other groups were on the link. The time is
-            NaN if it could not be measured, because the messages arrived before this rank waited
-            for them or because they were too short.
+            NaN if it could not be measured because the messages were too short or arrived before
+            this rank waited for them.
         sites: In a federation, the names of the sites that were included in the round. This site is
             among them unless it was late.
-        step_times: The duration of each group's inner step at the launch, in seconds with three
-            digits. A duration is 0 if unknown.
+        step_times: The duration of each group's inner step at the launch, in seconds, rounded to
+            three digits. A duration is 0 if it is unknown.
         direction_norm: The norm of the direction of the mean outer gradient, or NaN if there was no
             outer step or no parameter is a matrix.
-        lost_steps: In a federation, the number of this site's inner steps that are lost because
+        lost_steps: In a federation, the number of this site's inner steps that were lost because
             their launch was late.
-        wrong_buffers: The groups whose buffers ``outlier_guard`` excluded because the buffers were
+        wrong_buffers: The groups whose buffers ``outlier_guard`` excluded because their values were
             too large.
 
     Examples:
@@ -250,8 +253,8 @@ class Landing(NamedTuple):
 
     @property
     def link_gbit_s(self) -> float:
-        """The effective link rate in Gbit/s, which is the data in one direction divided by its time
-        on the link.
+        """The effective link rate in Gbit/s, which is the amount of data sent in one direction
+        divided by the time that it spent on the link.
 
         The rate is NaN if the time is unknown, and 0 if nothing was sent.
         """
@@ -273,7 +276,7 @@ class Commit(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The result of a flight, which contains the state to commit and a report without the landing's
+    """The result of a flight. It contains the state to commit and a report without the landing's
     times.
 
     Attributes:
@@ -284,8 +287,7 @@ class Arrival(NamedTuple):
         changed: A bit mask of the untrained tensors that any group has changed.
         trained: The amount of training that each group reported.
         landing: The report of the landing.
-        sends_bytes_per_s: The rate of the link to each receiver in bytes per second, or 0 if
-            unknown.
+        sends_bytes_per_s: The link rate to each receiver in bytes per second, or 0 if unknown.
     """
 
     commit: Commit
@@ -344,19 +346,19 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def let_go(self) -> None:
-        """Prepares flights of removed or reshaped tensors to land outside the model."""
+        """Makes flights of removed or reshaped tensors land outside the model."""
         self.layout.let_go()
         self.untrained.let_go()
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads the data for a flight and resets the count of micro-batches since the last launch."""
+        """Reads the data for a flight and resets the micro-batch count since the last launch."""
         launch = self.read(step, deadline, purpose, requests)
         self.untrained.launched()
         self.weight = 0
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads the data for a flight like `launch`, but without changing the record."""
+        """Like `launch`, reads the data for a flight, but does not change the record."""
         if purpose is Purpose.ROUND:
             outer = self.load_outer()
             gradient = self.layout.outer_gradient(outer)
@@ -395,12 +397,12 @@ class FragmentState:
         return combined([digest(outer, start), digest(untrained, start)])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
-        """Returns the norm of an outer gradient or of the change that a plain mean makes to the
+        """Returns the norm of an outer gradient, or of the change that a plain mean makes to the
         outer parameters.
         """
         if purpose is not Purpose.MEAN or not gradient.numel():
             return torch.linalg.vector_norm(gradient)
-        # For a plain mean, the gradient contains the negative local values. The difference from the
+        # For a plain mean, the gradient contains the negated local values. The difference from the
         # outer values is computed in stretches to save memory.
         norms: list[Tensor] = []
         scratch = gradient.new_empty(0)
@@ -415,8 +417,8 @@ class FragmentState:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Replaces outer values of some parameters with the local values, which must be equal in
-        all groups, and clears their momentum.
+        """Replaces the outer values of some parameters with their local values, which must be equal
+        in all groups, and clears their momentum.
         """
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
@@ -451,7 +453,7 @@ class FragmentState:
         return prefetched()
 
     def land(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Commits the result of a flight to the record and merges the result into the local values.
+        """Commits a flight's result to the record and merges it into the local values.
 
         ``steps`` is the number of inner steps since the launch. ``final`` is True for a plain mean.
         """
@@ -470,7 +472,7 @@ class FragmentState:
         return Commit(self.outer, self.memory, self.tuning, self.residual, self.twin, self.weighing)
 
     def stored(self, commit: Commit) -> Commit:
-        """Returns a commit whose tensors are in the storage."""
+        """Returns a commit with its tensors moved to the storage."""
         return commit._replace(
             memory=self._store(commit.memory),
             tuning=self._store(commit.tuning),
@@ -491,7 +493,7 @@ class FragmentState:
         self.weighing = commit.weighing
 
     def land_at_end(self, arrival: Arrival, steps: int, *, final: bool) -> None:
-        """Merges the result of a flight into the model and leaves the record unchanged for a longer
+        """Merges a flight's result into the model, but leaves the record unchanged for a longer
         run.
         """
         self.keep_local()
@@ -517,12 +519,12 @@ class FragmentState:
         return [held.to("cpu", copy=True) for held in self.layout.held]
 
     def named_at_end(self, group: Communicator) -> dict[str, Tensor]:
-        """Returns a host copy of the outer parameters by name after the end of training."""
+        """After the end of training, returns a host copy of the outer parameters by name."""
         values = self.layout.copied() if self.final is None else self.final
         return self.layout.named(values, values, group)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
-        """Applies a result that does not include this site's training to the outer state, and
+        """Updates the outer state with a result that does not include this site's training, and
         shifts the local values by the same amount.
         """
         self.outer = arrival.commit.outer
@@ -530,7 +532,7 @@ class FragmentState:
         self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
-        """Gathers the outer parameters of all values that this rank has into a flat tensor.
+        """Gathers the outer values of this rank's parts of the parameters into a flat tensor.
         In-group collective.
         """
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
@@ -555,7 +557,7 @@ class FragmentState:
         """Returns a host copy of the outer parameters by name. In-group collective if the
         parameters are sharded.
         """
-        # Values that are stored on the host are copied directly and not by way of the device.
+        # Values that are stored on the host are copied directly, without going through the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
 
@@ -573,8 +575,8 @@ class FragmentState:
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and host tensors. Do not write to the tensors, because on a CPU the
-        record may share their memory.
+        """Returns plain values and host tensors. Do not write to the tensors, because, on a CPU,
+        they may share memory with the record.
         """
         tensors = {"memory": self.memory, "residual": self.residual}
         if self.tuning is not None:
@@ -590,8 +592,8 @@ class FragmentState:
                 name: None if values is None else values.to("cpu")
                 for name, values in tensors.items()
             },
-            # The name comes from the default weighing, which stores the last norms of all groups;
-            # other weighings were added later.
+            # The name comes from the default weighing, which stores the last norms of all groups.
+            # Other weighings were added later.
             "norms": self.weighing,
             "trained": self.weight,
         }
@@ -624,7 +626,7 @@ def fragments_of(
         settings: The settings of the run.
         topology: The worker groups.
         storage: The storage of the outer state.
-        before: The records of the previous fragments, if the model is divided again.
+        before: The records of the previous fragments, if the model is being divided again.
     """
     layouts = layouts_of(fragments, trainable(model), topology)
     untrained = untrained_state_of(

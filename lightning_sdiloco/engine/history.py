@@ -31,12 +31,12 @@ class Counts:
 
 
 class History:
-    """Counters of training events, with warnings about groups that are excluded from a mean.
+    """Counts training events, and warns about groups that are excluded from a mean.
 
     Args:
         rounds: The rounds, which provide the current settings.
         topology: The worker groups.
-        is_site: Whether these ranks form a site of a federation. The hub of a federation reports
+        is_site: Whether these ranks form a site of a federation. In a federation, the hub reports
             excluded sites.
         maps_on_device: Whether the outer step maps matrices on an accelerator.
 
@@ -73,7 +73,7 @@ class History:
         return landed
 
     def note(self, landing: Landing) -> None:
-        """Adds up the costs of a landing and warns about groups that it excludes."""
+        """Adds the costs of a landing to the counters, and warns about groups that it excluded."""
         self.count_bytes(landing)
         self.counts.exposed_wait_s += landing.exposed_wait_s
         self.counts.in_flight_s += landing.in_flight_s
@@ -138,10 +138,10 @@ class History:
 
 
 class Exclusions:
-    """Detects when a group starts to be left out, so the event is logged only once.
+    """Detects when a group starts to be left out, so that this is logged only once.
 
-    The exclusion ends when the group has counted for `REMEMBERED` rounds. Earlier launches belong
-    to the same exclusion.
+    An exclusion ends once no launch has left the group out for `REMEMBERED` rounds. Until then,
+    every launch that leaves it out belongs to the same exclusion.
 
     Examples:
         >>> exclusions = Exclusions()
@@ -173,8 +173,8 @@ class Absences:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
                 # A fragment that was launched before the group recovered reports the same event
-                # again. Launches precede landings in an inner step, so launches in the step of the
-                # recovery also report it again.
+                # again. Within an inner step, launches precede landings, so launches in the step of
+                # the recovery also report it again.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]

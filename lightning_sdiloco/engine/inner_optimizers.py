@@ -1,4 +1,4 @@
-"""The inner optimizers of the training loop, including recovery from non-finite state."""
+"""The inner optimizers of the training loop, and their recovery from non-finite state."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class InnerOptimizers:
-    """The optimizers that step the parameters of the fragments.
+    """The optimizers that step the fragments' parameters.
 
     Attributes:
         optimizers: The optimizers.
@@ -36,7 +36,9 @@ class InnerOptimizers:
         return max(rates)
 
     def recover(self, parameters: Sequence[Tensor], in_group: Communicator) -> None:
-        """Resets the state of each parameter whose state is not finite. In-group collective."""
+        """Resets the optimizer state of each parameter for which this state is not finite. In-group
+        collective.
+        """
         is_finite = on_all_ranks([self._has_finite_state(p) for p in parameters], in_group)
         all_copies = self.copies.of(parameters)
         for optimizer in self.optimizers:
@@ -68,7 +70,7 @@ def is_in_backward() -> bool:
 
 
 def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
-    """Returns which facts are true on all ranks of the group, so that all ranks act alike. In-group
+    """Returns which facts are true on all ranks of the group so that all ranks act alike. In-group
     collective.
     """
     of_ranks = in_group.all_gather_object(list(facts))
@@ -76,7 +78,7 @@ def on_all_ranks(facts: Sequence[bool], in_group: Communicator) -> list[bool]:
 
 
 def clear_not_finite(state: Mapping[str, object]) -> None:
-    """Replaces non-finite values in the state of an optimizer with zeros."""
+    """Replaces non-finite values in an optimizer's state with zeros."""
     for value in state.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,9 +1,9 @@
 """Maps whole matrices of a fragment, for outer steps that are not elementwise.
 
-Each rank has a shard of the mean outer gradient. The matrices of a fragment are distributed over
-the ranks to balance the computation, and no rank needs the whole fragment. Each rank sends the
-parts of its shard to the owners of the matrices, maps the matrices that it owns, and returns the
-mapped parts. The results do not depend on which ranks map the matrices.
+Each rank has a shard of the mean outer gradient. A fragment's matrices are distributed among the
+ranks to balance the computation, and no rank needs the whole fragment. Each rank sends the parts of
+its shard to the owners of the matrices, maps the matrices that it owns, and returns the mapped
+parts. The results do not depend on which ranks map the matrices.
 """
 
 import logging
@@ -46,16 +46,16 @@ _CONVOLUTIONS = (
 )
 
 MOST_VALUES = 10_000_000
-"""The largest number of trainable values with which matrices are mapped by default on devices with
+"""The largest number of trainable values for which matrices are mapped by default on devices with
 slow float64 arithmetic.
 """
 
 FEWEST_ROUNDS = 5
-"""The minimum number of rounds for which matrices are mapped by default, because the plain mean
-performed better in shorter runs.
+"""The minimum number of rounds for which matrices are mapped by default. In shorter runs, the plain
+mean performed better.
 """
 
-# The share of its time that an accelerator may spend on mapping matrices without a warning.
+# The share of its time that an accelerator may spend mapping matrices without a warning.
 _LARGEST_SHARE = 0.1
 
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
@@ -186,7 +186,7 @@ def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
 
 
 def _module_of(name: str) -> str:
-    """Returns the name of a parameter's module, with or without parametrization."""
+    """Returns the name of a parameter's module, which may be parametrized."""
     module_name, _, parametrized_name = name.partition(".parametrizations.")
     return module_name if parametrized_name else name.rpartition(".")[0]
 
@@ -194,8 +194,8 @@ def _module_of(name: str) -> str:
 def proofs(
     fragments: Sequence[Fragment], direction: Direction | None, device: torch.device
 ) -> dict[str, str]:
-    """Returns a digest of a direction's result on a fixed test matrix for each shape in the
-    fragments.
+    """For each shape in the fragments, returns a digest of a direction's result on a fixed test
+    matrix.
 
     Raises:
         ValueError: If the direction changes the shape or dtype of a matrix.
@@ -226,11 +226,12 @@ def proofs(
 
 
 class DirectionCost:
-    """A monitor that warns once if an accelerator spends too much time on mapping matrices."""
+    """A monitor that warns once if an accelerator spends too much time mapping matrices."""
 
     def __init__(self) -> None:
         self._is_said = False
-        # The time of the first fragment's last landing, and the seconds of outer steps since then.
+        # The time of the first fragment's last landing, and the time in seconds that outer steps
+        # have taken since then.
         self._since = 0.0
         self._mapping_s = 0.0
 
@@ -266,7 +267,7 @@ class DealtMatrix(NamedTuple):
         name: The name of the parameter.
         stack: The shape of the parameter's matrices.
         owner: The rank that maps the matrices.
-        specs: The values of the parameter that are in the shard of each rank of the group.
+        specs: The parameter's values in the shard of each rank of the group.
         starts: The positions of these values in the shard of each rank.
     """
 
@@ -282,7 +283,7 @@ class DealtMatrix(NamedTuple):
 
 
 def deal(layout: FragmentLayout, stacks: Mapping[str, Stack], ranks: int) -> list[DealtMatrix]:
-    """Assigns the matrix parameters of a fragment to ranks, giving the most expensive remaining
+    """Assigns a fragment's matrix parameters to ranks, giving the most expensive remaining
     parameter to the rank with the lowest load.
     """
     costs = [0.0] * ranks
@@ -317,8 +318,8 @@ class MappedOnce:
         self._waiting = self._later_groups
 
     def replace(self, gradient: Tensor) -> bool:
-        """Replaces a gradient with the stored direction if the gradients are equal, and returns
-        whether they are.
+        """Replaces a gradient with the stored direction if it equals the stored gradient, and
+        returns whether it does.
         """
         if not self._waiting or not torch.equal(gradient, self._gradient):
             return False
@@ -331,7 +332,7 @@ class MappedOnce:
 
 
 class Matrices:
-    """The matrices of a fragment and the method that maps them across the ranks of a group.
+    """A fragment's matrices, and the method that maps them across the ranks of a group.
 
     Attributes:
         stacks: The matrix parameters by name.

@@ -1,4 +1,4 @@
-"""The outer optimizer of flat float32 shards, and the storage of outer state on device or host."""
+"""The outer optimizer of flat float32 shards, and outer state storage on the device or host."""
 
 import copy
 import hashlib
@@ -25,13 +25,13 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 Hyperparameters = dict[str, Any]
-"""A parameter group of a torch optimizer without the parameters."""
+"""A parameter group of a torch optimizer, without its parameters."""
 
 OptimizerState = dict[str, Any]
 """The state that a torch optimizer stores for one parameter."""
 
-# The number of values stepped at once. A stretch is short enough to fit into the cache and to keep
-# temporary memory small, and long enough that the cost of calls is negligible. Stretches are
+# The number of values stepped at once. A stretch is short enough to fit in the cache and to keep
+# temporary memory small, but long enough that the overhead of calls is negligible. Stretches are
 # aligned for vector units.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
@@ -68,7 +68,7 @@ class OuterStorage:
         return values.detach().to(self.device, copy=True)
 
     def load(self, stored: Tensor) -> Tensor:
-        """Returns a stored tensor on the device. The tensor may not be a copy, so do not modify it."""
+        """Returns a stored tensor on the device. Do not modify it; it is not always a copy."""
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
@@ -110,7 +110,7 @@ class OnHost(OuterStorage):
         module = torch.get_device_module(self.device)
         copies = self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
-        # The caller's stream may still use the tensor that previously occupied this memory.
+        # The caller's stream may still be using the tensor that previously occupied this memory.
         copies.wait_stream(module.current_stream(self.device))
         with module.stream(copies):
             values.copy_(stored, non_blocking=True)
@@ -139,7 +139,7 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 
 class OuterState(NamedTuple):
-    """The outer parameters of a shard, their optimizer state, and the number of completed rounds."""
+    """A shard's outer parameters, their optimizer state, and the number of completed rounds."""
 
     values: Tensor
     state: OptimizerState
@@ -156,7 +156,7 @@ class OuterState(NamedTuple):
         return self._replace(values=move(self.values), state=state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state on the host. Do not modify the tensors, because on a CPU they are not
+        """Returns the state on the host. Do not modify the tensors, because, on a CPU, they are not
         copies.
         """
         state = dict(self.state)
@@ -178,9 +178,9 @@ class ShardOptimizer:
         described: Descriptions of the optimizer and the schedule, which are equal on all ranks if
             and only if their settings are equal.
         summary: A description of the optimizer for users, with the learning rate and momentum
-            before any schedule.
-        highest_rate: The highest learning rate of all parameter groups and rounds, or infinity if
-            the optimizer has no learning rate.
+            before any schedule is applied.
+        highest_rate: The highest learning rate across all parameter groups and rounds, or infinity
+            if the optimizer has no learning rate.
     """
 
     def __init__(
@@ -210,7 +210,8 @@ class ShardOptimizer:
         for group in self._optimizer.param_groups:
             group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
-        # The optimizer is described now, because later only the thread that steps may read it.
+        # The optimizer is described now, because later, only the thread that takes outer steps may
+        # read it.
         groups = _copied(self._optimizer)
         name = type(self._optimizer).__name__
         self.summary = _summary(name, groups)
@@ -278,15 +279,15 @@ class ShardOptimizer:
     def _stepped(
         self, group: Hyperparameters, values: Tensor, gradient: Tensor, state: OptimizerState
     ) -> tuple[Tensor, OptimizerState]:
-        """Steps values and their state in place with the hyperparameters of a parameter group."""
+        """Steps values and their state in place with a parameter group's hyperparameters."""
         parameter = Parameter(values)
         parameter.grad = gradient
-        # The step uses the user's optimizer and not a copy, because torch copies neither its hooks
-        # nor the attributes of a subclass. During a step, the optimizer has one parameter.
+        # The step uses the user's optimizer rather than a copy, because torch copies neither its
+        # hooks nor the attributes of a subclass. During a step, the optimizer has one parameter.
         # Afterwards, all of its attributes are restored. This also undoes changes to attributes of
         # a subclass. Such attributes belong to no fragment, so they would carry over from one
         # fragment to another and would be missing from checkpoints. The test of hooks and
-        # attributes in tests/engine/test_reference.py fails without either.
+        # attributes in tests/engine/test_reference.py fails if either measure is missing.
         optimizer = self._optimizer
         attributes = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -378,8 +379,8 @@ def outer_optimizer_for(
 def nesterov_step(
     values: Tensor, gradient: Tensor, momentum: Tensor | None, lr: float, factor: float
 ) -> Tensor:
-    """Takes a step that is bit-identical to that of torch's SGD, but copies nothing. Overwrites the
-    gradient and returns the momentum, which is None before the first step.
+    """Takes a step that is bit-identical to a step of torch's SGD, but copies nothing. Overwrites
+    the gradient and returns the new momentum. ``momentum`` is None before the first step.
     """
     pieces = stretches(values.numel(), values.device)
     new_momentum = new_vector(values.numel(), values.device)
@@ -396,7 +397,7 @@ def nesterov_step(
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
-    """Returns the parameter group index of each parameter."""
+    """Returns the index of each parameter's group."""
     groups = dict[int, int]()
     for index, group in enumerate(optimizer.param_groups):
         groups |= {id(parameter): index for parameter in group["params"]}
@@ -411,11 +412,12 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
 
 
 def _check_elementwise(make: Make, count: int) -> None:
-    """Checks that stepping small vectors as a whole and in two halves returns the same values."""
+    """Checks that stepping small vectors as a whole and in two halves produces the same values."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
     gradients = list[list[Tensor]]()
-    # The gradients have several scales, because a clipping optimizer changes only large gradients.
+    # The gradients have different scales, because a clipping optimizer changes only large
+    # gradients.
     for scale in (1.0, 1e3, 1e-3):
         gradients.append([scale * torch.randn(64, generator=generator) for _ in range(count)])
     try:
@@ -456,13 +458,13 @@ def _tried(
 
 
 def is_elementwise(entry: object, values: Tensor) -> bool:
-    """Returns whether an entry of an optimizer's state has one value for each value of the shard."""
+    """Returns whether an entry of an optimizer's state has one value per value of the shard."""
     return isinstance(entry, Tensor) and entry.shape == values.shape
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
     """Divides a shard into stretches that are stepped one after the other."""
-    # On a CPU, stretches fit into the cache. On an accelerator, they are long enough to hide kernel
+    # On a CPU, stretches fit in the cache. On an accelerator, they are long enough to hide kernel
     # launches. All stretches have about the same length, so that none is so short that its state
     # could be mistaken for the state of the whole shard.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
@@ -475,7 +477,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 Groups = list[Hyperparameters]
 
-# The number of rounds that are compared between schedules.
+# The number of rounds over which schedules are compared.
 _COMPARED = 1000
 _SHOWN = 4
 
@@ -484,7 +486,7 @@ _SHOWN_CHOICES = ("lr", "momentum", "nesterov", "betas")
 
 
 def _summary(name: str, groups: Groups) -> str:
-    """Formats the name of an optimizer with the learning rates and momenta of its parameter groups."""
+    """Formats an optimizer's name with the learning rates and momenta of its parameter groups."""
     shown = []
     for key in _SHOWN_CHOICES:
         texts = list[str]()
@@ -531,7 +533,7 @@ class Rates:
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
             # For schedules that end earlier, such as OneCycleLR, only the existing rounds are
-            # compared. The comparison happens once at the start, because later only the background
+            # compared. The comparison happens once at the start, because later, only the background
             # looks up rounds.
             with suppress(ValueError):
                 self.of(_COMPARED - 1)
@@ -559,7 +561,7 @@ class Rates:
 
 
 class _Carrier(Optimizer):
-    """A stand-in for the outer optimizer whose hyperparameters a scheduler changes."""
+    """A stand-in for the outer optimizer. Schedulers change its hyperparameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
@@ -570,7 +572,7 @@ class _Carrier(Optimizer):
 
 
 def _copied(optimizer: Optimizer) -> Groups:
-    """Copies the hyperparameters of all parameter groups, which a scheduler may change in place."""
+    """Copies all parameter groups' hyperparameters, because schedulers may change them in place."""
     groups = Groups()
     for group in optimizer.param_groups:
         copied = dict(group)
@@ -583,7 +585,7 @@ def _copied(optimizer: Optimizer) -> Groups:
 
 
 def _described(scheduler: LRScheduler, rounds: Sequence[Groups]) -> str:
-    """Describes a schedule by its first learning rates and a digest of the hyperparameters it
+    """Describes a schedule by its first learning rates and a digest of the hyperparameters that it
     changes.
     """
     numbers = [list(map(_scheduled_numbers, groups)) for groups in rounds]

@@ -2,16 +2,16 @@
 
 [Note: a copy is put aside] While the outer model is shown, the local values are kept in a separate
 copy, which is on the host if outer state is offloaded. Two approaches would avoid this copy, but
-neither is possible:
+neither works:
 
-- Swap the contents, so that the local values use the memory of the outer values. This would modify
+- Swap the contents so that the local values use the memory of the outer values. This would modify
     tensors of the outer state, which other code still reads. The background reads these tensors for
     flights that launched before validation. Checkpoints also read these tensors, either in another
     thread or while the outer model is shown.
-- Let the parameters refer to the outer values. However, code that refers to a parameter's memory
-    would still use the local values. Examples are flattened or tied weights, compiled or captured
-    graphs, and optimizers that keep views. Code that swaps weights during validation, such as
-    weight averaging, would overwrite the outer state. With sharded or bfloat16 parameters, or with
+- Let the parameters refer to the outer values. Code that refers to a parameter's memory would then
+    still use the local values. Examples are flattened or tied weights, compiled or captured graphs,
+    and optimizers that keep views. Code that swaps weights during validation, such as weight
+    averaging, would overwrite the outer state. With sharded or bfloat16 parameters, or with
     offloaded outer state, there is no tensor to refer to.
 """
 
@@ -36,7 +36,7 @@ class GroupMean(NamedTuple):
     gathered: list[Tensor]
     untrained: Sequence[Mapping[int, Tensor]]
     own: Mapping[str, Tensor]
-    """The first group's own untrained state, where its values differ from this rank's values."""
+    """The first group's own untrained state, wherever it differs from this rank's."""
 
 
 class LocalValues(NamedTuple):
@@ -69,7 +69,7 @@ class OuterView:
         self._shown: dict[str, int] = {}
         # Parameters that keep their values when the local values are restored.
         self._kept = set[str]()
-        # Untrained state from before the end of training, which is set when the end begins.
+        # The untrained state from before the end of training. Set when the end begins.
         self._kept_untrained: dict[str, Tensor] | None = None
         self.has_ended = False
 
@@ -137,7 +137,7 @@ class OuterView:
             self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns a digest by name for each parameter that code has overwritten since it was shown."""
+        """Returns, by name, a digest of each shown parameter that code has since overwritten."""
         if self._stash is None:
             return {}
         digests = self._digests_of_parameters()
@@ -239,8 +239,8 @@ class OuterView:
 
     @torch.no_grad()
     def end(self, *, is_written: bool) -> None:
-        """Makes the outer values permanent in the model, after writing them unless ``is_written``
-        is True. In-group collective.
+        """Makes the outer values in the model permanent. Unless ``is_written`` is True, they are
+        written first. In-group collective.
         """
         reshard(self._model)
         if not is_written:
@@ -262,7 +262,7 @@ class OuterView:
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
-        """Returns a host copy of the outer parameters by name, with the shapes of the parameters."""
+        """Returns a host copy of the outer parameters by name, in the shapes of the parameters."""
         named: dict[str, Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             if mean is not None:
@@ -333,8 +333,8 @@ class OuterView:
         return [by_name[name] for name in names if name in by_name]
 
     def _put_aside(self, shown: Mapping[str, Tensor]) -> LocalValues:
-        """Copies all values that will be overwritten, and all buffers because a forward pass may
-        change them.
+        """Copies all values that will be overwritten, and also all buffers, because a forward pass
+        may change them.
         """
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
         untrained = dict[str, Tensor]()
@@ -344,8 +344,8 @@ class OuterView:
         return LocalValues(parameters, untrained)
 
     def first_own(self) -> dict[str, Tensor]:
-        """Returns the first group's own untrained state by name, where its values differ from this
-        rank's values.
+        """Returns the first group's own untrained state by name, wherever it differs from this
+        rank's.
 
         All ranks must call this method. If every group passes the result to `show`, all groups show
         the same untrained state.

@@ -1,14 +1,13 @@
-"""Collects the state of a rank outside the engine, including the extra state of modules.
+"""Collects a rank's state outside the engine, including the modules' extra state.
 
-[Note: entries of a rank] The checkpoint file contains the state of rank 0, such as schedulers,
-callbacks, loops and anything else that a user saves. To avoid storing anything twice, the file of
-any other rank contains only the entries that differ from rank 0's entries. Rank 0 sends the digests
-of its entries, and every other rank compares them with the digests of its own entries. An entry is
-a leaf of nested dictionaries.
+[Note: entries of a rank] The checkpoint file contains rank 0's state, including schedulers,
+callbacks, loops and anything else that a user saves. To avoid storing anything twice, every other
+rank's file contains only the entries that differ from rank 0's. Rank 0 sends the digests of its
+entries, and every other rank compares them with its own. An entry is a leaf of nested dictionaries.
 
-Tensors, numbers, strings, and their lists, tuples and dictionaries are stored unchanged. Such
-entries can always be read with ``weights_only=True``. Any other object is packed into bytes, which
-only a reader chosen by the caller can unpack.
+Tensors, numbers and strings are stored unchanged, as are lists, tuples and dictionaries of them.
+Such entries can always be read with ``weights_only=True``. Any other object is packed into bytes,
+which only a reader chosen by the caller can unpack.
 """
 
 import hashlib
@@ -50,13 +49,11 @@ class Entries(NamedTuple):
     missing: list[Place]
     """The entries that rank 0 has but this rank does not."""
     failures: list[str]
-    """The entries that could not be pickled, each with the reason."""
+    """The entries that could not be pickled, each with a reason."""
 
 
 def differing_from_first(tree: Tree, world: Communicator) -> Entries:
-    """Returns the entries of this rank that differ from rank 0's entries. All ranks must call this
-    function.
-    """
+    """Returns this rank's entries that differ from rank 0's. All ranks must call this function."""
     # All ranks compute digests at the same time.
     digests = _digests(tree, _DEEPEST)
     first_digests = world.all_gather_object(digests if world.rank == 0 else None)[0]
@@ -81,7 +78,7 @@ def put(
     """Inserts the entries of a rank into rank 0's state, except for entries under the keys in
     ``without``.
 
-    Returns the entries that cannot be read, each with the reason.
+    Returns the entries that cannot be read, each with a reason.
     """
     failures = list[str]()
     for place in entries["missing"]:

@@ -1,7 +1,8 @@
-"""Divides a model again (a *recut*) after parameters were frozen, unfrozen or replaced.
+"""Divides a model into fragments again (a *recut*) after parameters have been frozen, unfrozen or
+replaced.
 
 Outer state is transferred from the previous fragments by tensor name. All ranks treat tensors
-alike, so a parameter that was replaced on any rank is new on all ranks.
+alike, so a parameter that was replaced on any rank counts as new on all ranks.
 """
 
 import logging
@@ -22,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 class Recut(NamedTuple):
-    """The tensors of a model that is about to be divided again while no flights are in progress.
+    """The tensors of a model that is about to be divided again. No flights are in progress.
 
     Attributes:
         fragments: The new fragments.
-        outer: The outer state of remaining tensors by their new names.
-        frozen: The outer parameters that are no longer trainable, by their previous names.
+        outer: The outer state of the remaining tensors, keyed by their new names.
+        frozen: The outer parameters that are no longer trainable, keyed by their previous names.
         known: The remaining parameters and untrained state.
         new: The new or reshaped tensors, which all groups take from the first group.
     """
@@ -81,9 +82,7 @@ class Recut(NamedTuple):
         outer: NamedOuter,
         settings: Settings,
     ) -> "Recut":
-        """Sorts the tensors of a model and their outer state into remaining, new and frozen
-        tensors.
-        """
+        """Sorts a model's tensors and their outer state into remaining, new and frozen ones."""
         rounds = max(parameter.rounds for parameter in outer.parameters.values())
         trained = _divide_parameters(cut_model, outer)
         untrained = _divide_untrained(cut_model, before, outer, settings)
@@ -97,8 +96,8 @@ class Recut(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The tensors of a model that is divided again, listed by their new names without frozen
-    parameters.
+    """The tensors of a model that is being divided again, keyed by their new names. Frozen
+    parameters are excluded.
 
     Attributes:
         outer: The outer state of the remaining tensors.
@@ -173,8 +172,8 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
 def follow_in_optimizers(
     recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool
 ) -> None:
-    """Discards gradients and optimizer state of reshaped parameters, and warns about new parameters
-    without an optimizer.
+    """Discards the gradients and optimizer state of reshaped parameters, and warns about new
+    parameters without an optimizer.
     """
     stepped, trained = _parameters_of(optimizers)
     unstepped = list[str]()
@@ -203,7 +202,7 @@ def follow_in_optimizers(
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]:
-    """Returns the ids of all parameters of the optimizers and of all parameters that they have
+    """Returns the ids of all parameters that the optimizers contain, and of those that they have
     trained.
     """
     stepped = set[int]()
@@ -214,7 +213,7 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> tuple[set[int], set[int]]
         for group in getattr(optimizer, "param_groups", ()):
             held |= set(map(id, group["params"]))
         stepped |= held
-        # A parameter that never has a gradient has no state, unlike other parameters.
+        # Unlike other parameters, a parameter that never has a gradient has no state.
         with_state = set(map(id, getattr(optimizer, "state", ())))
         trained |= held & with_state if with_state else held
     return stepped, trained

@@ -1,8 +1,8 @@
-"""Restarts rounds from a checkpoint with different groups, ranks or settings.
+"""Restarts rounds from the checkpoint of a run with different groups, ranks or settings.
 
-The outer state in the files of all ranks is combined by name, so that a run with any groups, shards
-and fragments can start from it. If the files of all groups are available, the checkpoint's flights
-land first.
+The outer state from all ranks' files is combined by name so that a run with any groups, shards and
+fragments can start from it. If the files of all groups are available, the checkpoint's flights land
+first.
 """
 
 from collections.abc import Sequence
@@ -199,7 +199,7 @@ class _SavedFlights:
         groups: The states of all ranks by group.
         outer: The outer state, which landings change.
         weighed: The state of the weighing, which landings change.
-        settings: The settings that the flights were launched with.
+        settings: The settings with which the flights were launched.
     """
 
     def __init__(
@@ -272,7 +272,9 @@ class _SavedFlights:
             )
 
     def _land_buffers(self, index: int, kinds: Sequence[str], count: Count) -> None:
-        """Updates the outer values of untrained state from all groups included in the mean."""
+        """Updates the outer values of untrained state with the values of all groups included in the
+        mean.
+        """
         flights = [self._groups[group][0]["flights"][index] for group in count.factors]
         buffers = self._outer.buffers[flights[0]["fragment"]]
         for position, name in enumerate(buffers):

@@ -5,10 +5,10 @@
 with the same methods (see `Loop`), in which records determine which fragments are due.
 
 [Note: the mean of the groups] The plain mean of the groups' local values is needed at the end of
-training and for some evaluations. To compute this mean, all fragments are launched in float32 with
-all buffers, without the outer optimizer, error feedback or randomness. The background processes
-these flights after all earlier flights. All ranks therefore send messages in the same order, and a
-group that is at a different point is detected.
+training and for some evaluations. To compute this mean, all fragments are launched in float32
+together with all buffers, but without the outer optimizer, error feedback or randomness. The
+background processes these flights after all earlier flights. All ranks therefore send messages in
+the same order, and a group that is at a different point is detected.
 
 [Note: memory at the end] The end of training needs no more memory than a round. The end changes
 only the model and not the records, from which a longer run would continue. Gradients are freed
@@ -18,11 +18,11 @@ round does, and values in the model are not stored a second time.
 
 [Note: the dense beginning] If many groups train separately from the start, the loss suffers,
 because each group takes large steps on the gradients of a small batch. In the first rounds, groups
-can therefore exchange every few inner steps, which also happens in the background. The inner step
-of a launch determines whether the launch is part of the dense beginning. In a federation, the round
-of the record determines this. Rounds that restart complete the remaining part of the dense
-beginning. The outer state counts the whole dense beginning as one round, the first round of an
-``lr_schedule``, so records need no additional state.
+can therefore exchange every few inner steps. These exchanges also run in the background. The inner
+step of a launch determines whether the launch is part of the dense beginning. In a federation, the
+round of the record determines this. When rounds restart, they complete the remaining part of the
+dense beginning. The outer state counts the whole dense beginning as one round, the first round of
+an ``lr_schedule``, so records need no additional state.
 """
 
 import math
@@ -132,11 +132,11 @@ class PendingFlight:
     """A flight as the training thread sees it.
 
     Attributes:
-        launch: What the launch has read.
-        pending: The result.
+        launch: The data that the launch read.
+        pending: The pending result.
         launch_span: The start and end of the launch.
-        lands_at: The inner step after which it lands; infinite at a site, where records determine
-            that.
+        lands_at: The inner step after which the flight lands. Infinite at a site, where records
+            determine when flights land.
     """
 
     launch: Launch
@@ -146,17 +146,17 @@ class PendingFlight:
 
 
 class Federated(Protocol):
-    """The interface of a federation for the engine of a site."""
+    """The interface that a federation provides to a site's engine."""
 
     @property
     def site(self) -> str | None: ...
 
     def located(self) -> "Federated":
-        """Returns the federation with the name of the site on this host."""
+        """Returns the federation with the name of this host's site."""
         ...
 
     def join(self, rounds: "Rounds", topology: Topology) -> Loop:
-        """Joins the federation with a divided model and returns the loop of the site."""
+        """Joins the federation with a divided model and returns the site's loop."""
         ...
 
 
@@ -242,7 +242,9 @@ class Rounds:
         self._synchronizer.diagnoses = diagnoses
 
     def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
-        """Restarts the rounds from outer state by name. In-group collective."""
+        """Restarts the rounds from the given outer state, which is matched to the fragments by
+        name. In-group collective.
+        """
         start_from(self.fragmented_model.fragments, outer, self._topology.in_group)
         self._weigh_as(weighed)
         self._begin_at(began_at)
@@ -276,8 +278,8 @@ class Rounds:
             fragment.weight = before[0].weight
 
     def _require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to change settings after the first launch was due with either the old or the new
-        settings.
+        """Refuses to change settings if the first launch was already due with either the old or the
+        new settings.
         """
         steps = step - self.timetable.began_at
         first = self.timetable.schedule.first_launch
@@ -302,7 +304,7 @@ class Rounds:
             self._begin_at(step)
 
     def drop_flights(self) -> int:
-        """Waits for all flights, discards them and returns their number."""
+        """Waits for all flights, discards them and returns how many there were."""
         dropped = len(self.flights)
         for flight in self.flights:
             flight.pending.result()
@@ -321,7 +323,7 @@ class Rounds:
 
     @torch.no_grad()
     def launch_due(self, step: int) -> int:
-        """Launches all fragments that are due (lines 5 to 7) and returns their number."""
+        """Launches all fragments that are due (lines 5 to 7) and returns how many there were."""
         due = self.timetable.due(step)
         if not due:
             return 0
@@ -355,7 +357,7 @@ class Rounds:
         return launch._replace(choice=choice)
 
     def _leg(self, step: int) -> Leg:
-        """Returns the groups, including this group, that exchange with each other, or () for all
+        """Returns the groups, including this one, that exchange with each other, or () for all
         groups.
         """
         if self._route is None:
@@ -407,8 +409,8 @@ class Rounds:
 
     @torch.no_grad()
     def _landed(self, flight: PendingFlight, step: int) -> Landing:
-        """Waits for a flight, commits its result (lines 9 to 11) and merges the result into the
-        model (line 12).
+        """Waits for a flight, commits its result (lines 9 to 11) and merges it into the model (line
+        12).
         """
         with _recorded("sdiloco::land"):
             began = time.perf_counter()
@@ -448,14 +450,15 @@ class Rounds:
         """Launches all fragments, a few at a time, to compute the plain mean of the local values.
 
         ``receive`` waits for a flight, handles its result and returns a value. After each launch,
-        either this value or None is yielded, so that groups in one process can take turns. At the
+        either this value or None is yielded so that groups in one process can take turns. At the
         end of training, flights also send requests.
         """
         purpose = Purpose.MEAN if self._route is None else Purpose.START
         flights: list[PendingFlight] = self.flights if ends else []
         fragments = self.fragmented_model.fragments
-        # In float32, a flight needs four times the size of its fragment. Therefore, a quarter of
-        # the model is in flight at once or, at the end of training, no more than in a round.
+        # In float32, a flight needs four times as much memory as its fragment. Therefore, only a
+        # quarter of the model is in flight at once or, at the end of training, no more than in a
+        # round.
         at_once = _most_in_flight(self.timetable.schedule) if ends else max(1, len(fragments) // 4)
         # At the end of training, fragments that have just landed come first, because their local
         # parameters have already been copied.
@@ -481,7 +484,7 @@ class Rounds:
             yield self._landed(self.flights.pop(0), step)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Lands nothing, because all groups stop together and later continue with the same flights."""
+        """Lands nothing, because all groups stop together and later resume the same flights."""
         return iter(())
 
     def close(self) -> None:
@@ -525,8 +528,8 @@ class Rounds:
             self._cut(settings)
         fragments = self.fragmented_model.fragments
         require_same_fragments(fragments, state["fragments"])
-        # A state may have been saved before the length of rounds was chosen, which is before any
-        # launch.
+        # A state may have been saved before any launch, when the length of rounds had not been
+        # chosen.
         saved_every = read_settings(state["settings"])["sync_every"]
         rounds_are_the_same = saved_every == self.settings.sync_every
         if rounds_are_the_same:
@@ -546,15 +549,15 @@ class Rounds:
 
 
 def chosen_settings(requested: Settings, model: nn.Module, topology: Topology) -> Settings:
-    """Chooses a direction and numbers based on the model and the groups. All ranks must call this
-    function.
+    """Chooses a direction and numeric settings based on the model and the groups. All ranks must
+    call this function.
     """
     return with_direction(requested, model, topology).chosen_for(topology.num_groups)
 
 
 def _most_in_flight(schedule: Schedule) -> int:
-    """Returns the largest number of simultaneous flights, where launches precede landings in each
-    step.
+    """Returns the largest number of simultaneous flights, given that launches precede landings in
+    each step.
     """
     most = 0
     for first in {1, schedule.dense_rounds + 1}:
@@ -589,21 +592,21 @@ def completed(report: Landing, launch: Span, wait: Span, seconds: float, step: i
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    """Labels a region in a profile if a profile is being recorded."""
+    """Labels a region in a profile if one is being recorded."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-# What a rank measures, and reports to the others or uses to choose how it encodes a launch
+# Measurements that a rank reports to the others or uses to choose how it encodes a launch
 
 
 class StepClock:
     """A clock that measures how long this rank trains per inner step.
 
     The clock measures the time between two engine calls, which excludes the time that the engine
-    spends waiting. Taking the median excludes pauses such as validation.
+    spends waiting. Using the median excludes pauses such as validation.
 
     Args:
-        seconds: The step time to report instead of the measured step time.
+        seconds: The step time to report instead of the measured one.
 
     Examples:
         >>> clock = StepClock()
@@ -635,8 +638,8 @@ class StepClock:
 
 
 class LinkRate:
-    """The rate of this rank's link, which is the highest rate of the last flights because a flight
-    may stall.
+    """The rate of this rank's link. Because a flight may stall, this is the highest rate of the
+    last flights.
 
     Attributes:
         last: The rates of the last flights, in bytes per second.
@@ -655,7 +658,7 @@ class LinkRate:
         self.fixed = 0.0
 
     def note(self, bytes_per_s: float) -> None:
-        """Records the rate to each receiver in a flight, where 0 means unknown."""
+        """Records a flight's rate to each receiver, or 0 if it is unknown."""
         if bytes_per_s > 0:
             self.last = [*self.last, bytes_per_s][-_REMEMBERED_FLIGHTS:]
 

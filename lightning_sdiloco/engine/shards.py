@@ -1,8 +1,8 @@
 """Converts the parameters of a fragment to and from the flat float32 shard that a rank exchanges.
 
 Only this module depends on how a model stores its parameters, for example as DTensors with FSDP2 or
-tensor parallelism. DTensors are recognised by their attributes, so that models without DTensors
-need no additional imports.
+tensor parallelism. DTensors are recognised by their attributes so that models without DTensors need
+no additional imports.
 """
 
 from abc import ABC, abstractmethod
@@ -84,12 +84,11 @@ _HOW_TO_CHANGE = (
 
 
 class CutModel:
-    """The trainable parameters and modules of a model at the time when it was divided into
-    fragments.
+    """A model's trainable parameters and modules as they were when it was divided into fragments.
 
-    The methods detect later changes. A parameter is unchanged if the object and its shape are the
-    same. The ``data`` of a parameter may be replaced, and its name may change, for example if a
-    layer is inserted into an ``nn.Sequential``.
+    The methods detect later changes. A parameter counts as unchanged if the object and its shape
+    are the same. The ``data`` of a parameter may be replaced, and its name may change, for example
+    if a layer is inserted into an ``nn.Sequential``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,14 +104,12 @@ class CutModel:
         return self._identities == _identities(trainable(self.model))
 
     def new(self) -> dict[str, Tensor]:
-        """Returns the trainable parameters that are in no fragment or were reshaped."""
+        """Returns the trainable parameters that are in no fragment or have been reshaped."""
         parameters = trainable(self.model)
         return {name: p for name, p in parameters.items() if self.former_name(p) is None}
 
     def frozen(self) -> set[str]:
-        """Returns the names of all parameters that are no longer trainable, including removed
-        parameters.
-        """
+        """Returns the names of parameters that are no longer trainable, including removed ones."""
         frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
         return {name for name in frozen if self.former_name(self._parameters[name]) is not None}
 
@@ -153,7 +150,7 @@ class CutModel:
         return f"{former_name}.{key}" if former_name else key
 
     def described(self) -> str:
-        """Describes which parameters have changed, ignoring changes of names and dtypes."""
+        """Describes which parameters have changed, ignoring changes to names and dtypes."""
         parameters = {clean_name(name): p for name, p in self.model.named_parameters()}
         present = set(map(id, parameters.values()))
         changed = defaultdict[str, list[str]](list)
@@ -269,14 +266,14 @@ class ShardSpec(NamedTuple):
         return self.runs == [[(0, size)] for size in self.shape]
 
     def extract(self, full: Tensor) -> Tensor:
-        """Extracts the exchanged values from the whole parameter, given as a flat vector."""
+        """Extracts the exchanged values from a flat vector of the whole parameter."""
         held = full
         if not self._holds_all:
             held = full.view(self.shape)[self._indices()].reshape(-1)
         return held[self.first : self.first + self.length]
 
     def insert(self, full: Tensor, values: Tensor) -> None:
-        """Writes the exchanged values into the whole parameter, given as a flat vector."""
+        """Writes the exchanged values into a flat vector of the whole parameter."""
         exchanged = slice(self.first, self.first + self.length)
         if self._holds_all:
             full[exchanged] = values
@@ -327,7 +324,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     """
     modules = []
     for module in model.modules():
-        # Modules may have attributes of any name, so this depends on the names of their classes.
+        # Modules may have attributes with any name, so this check uses the names of their classes.
         if "FSDPModule" in [kind.__name__ for kind in type(module).__mro__]:
             modules.append(module)
     return modules
@@ -422,7 +419,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
 def shard_specs(
     parameters: Mapping[str, Tensor], group: Communicator, members: range
 ) -> dict[str, list[ShardSpec]]:
-    """Determines which values of each parameter each rank has and exchanges. In-group collective."""
+    """Determines which values of a parameter each rank has and exchanges. In-group collective."""
     held = {name: _runs_or_refusal(parameter, members) for name, parameter in parameters.items()}
     ranks = group.all_gather_object(held)
     specs = {}
@@ -477,7 +474,7 @@ def _numel(runs: list[Runs]) -> int:
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
-    """Divides positions into chunks like ``torch.chunk``, where the last chunks may be smaller or
+    """Divides positions into chunks as ``torch.chunk`` does. The last chunks may be smaller or
     missing.
     """
     length = max(1, -(-len(positions) // count))
@@ -501,8 +498,7 @@ class OuterParameter(NamedTuple):
 def to_parameters(
     fragment: SavedFragment, shards: Sequence[OuterState]
 ) -> dict[str, OuterParameter]:
-    """Splits the shards of a fragment into its parameters. The shards must be in the order of the
-    ranks.
+    """Splits a fragment's shards into its parameters. The shards must be in rank order.
 
     Examples:
         >>> shards = [OuterState(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0, 0.0])]
@@ -544,7 +540,7 @@ def _split(fragment: SavedFragment, vectors: Sequence[Tensor]) -> dict[str, Tens
 def to_shards(
     fragment: SavedFragment, parameters: Mapping[str, Tensor], lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Divides flat parameters into shards of the given lengths, as the inverse of `to_parameters`.
+    """Divides flat parameters into shards of the given lengths; the inverse of `to_parameters`.
 
     Examples:
         >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
@@ -581,15 +577,15 @@ class FragmentLayout(ABC):
     ) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
-        # Finds the copies of each parameter that optimizers keep, which must change with it. Set by
-        # `FragmentedModel`; None if there are no copies.
+        # Finds the copies of each parameter that optimizers keep. These must change together with
+        # the parameter. Set by `FragmentedModel`, and None if there are no copies.
         self.copies_of: Callable[[Sequence[Tensor]], Sequence[Sequence[Tensor]]] | None = None
         self._held: Callable[[Tensor], Tensor] = (
             local if any(map(is_sharded, parameters)) else Tensor.detach
         )
         self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
-        # The slices of the parameters in the shard in order, and their lengths.
+        # The slices of the parameters that are in the shard, in order, and their lengths.
         self._pieces = [(i, piece) for i, piece in enumerate(pieces) if piece.start < piece.stop]
         self._lengths = [piece.stop - piece.start for _, piece in self._pieces]
         self._end = sum(self._lengths)
@@ -629,7 +625,7 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all values that this rank has from the shards of its group. In-group collective."""
+        """Gathers all values of this rank's parts from its group's shards. In-group collective."""
 
     @abstractmethod
     def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
@@ -649,7 +645,7 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
-        """Returns the argument that `named` uses."""
+        """Returns whichever argument `named` uses."""
 
     @abstractmethod
     def copied(self) -> Tensor:
@@ -661,10 +657,10 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain values that a later run needs to read saved shards of the fragment."""
+        """Returns the plain values that a later run needs to read the fragment's saved shards."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard from the outer state of all parameters in
+        """Computes the outer state of this rank's shard from the outer state of all parameters in
         order.
 
         Elementwise entries of the optimizer's state are zero for parameters that lack them. If step
@@ -716,7 +712,7 @@ class FragmentLayout(ABC):
         return shard
 
     def _cut(self, shard: Tensor) -> Sequence[Tensor]:
-        """Returns one view of a shard per piece."""
+        """Returns a view of a shard for each piece."""
         return shard[: self._end].split_with_sizes(self._lengths)
 
     def mask(self, names: Collection[str]) -> Tensor:
@@ -786,7 +782,7 @@ def _changed(held: Tensor, copies: Sequence[Tensor]) -> Iterator[Tensor]:
     yield changed
     for copy in copies:
         moved = copy.view(held.shape) + (changed - held)
-        # Non-finite values of a copy are replaced with the values of the parameter.
+        # Non-finite values of a copy are replaced with the parameter's values.
         copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
     held.copy_(changed)
 
@@ -880,7 +876,7 @@ class ShardedLayout(FragmentLayout):
         self.lengths = [max(1, length) for length in _lengths(specs)]
         self.length = self.lengths[shard]
         self.start = sum(self.lengths[:shard])
-        # The parameters whose values several ranks share, with each rank exchanging a part.
+        # The parameters whose values multiple ranks share, with each rank exchanging a part.
         self._in_common = list[int]()
         for index, ranks in enumerate(specs):
             if any(len(spec.holders) > 1 for spec in ranks):
@@ -986,8 +982,8 @@ def _padded(values: Tensor, length: int) -> Tensor:
 
 # Digests, which identify the bits of values that must be equal in all groups
 
-# The number of words processed at once. On a CPU, they fit into the cache. An accelerator needs
-# more words at once to hide kernel launches.
+# The number of words processed at once. On a CPU, they fit in the cache. An accelerator needs more
+# words at once to hide kernel launches.
 _CHUNK = 1 << 17
 _CHUNK_ON_DEVICE = 1 << 23
 
@@ -1015,7 +1011,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     else:
         length = _CHUNK_ON_DEVICE
         weights = torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    # The sums modulo 2**64 are computed on the device, so that the host waits only once.
+    # The sums modulo 2**64 are computed on the device so that the host waits only once.
     sums = list[Tensor]()
     for first in range(-(start % 2), words.numel(), length):
         chunk = words[max(first, 0) : first + length].to(torch.int32)
@@ -1032,7 +1028,7 @@ def digest(values: Tensor, start: int = 0) -> int:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Returns the bits of a tensor as integers with up to 32 bits."""
+    """Returns the bits of a tensor as integers of up to 32 bits."""
     flat = values.detach().contiguous().view(-1)
     if flat.element_size() % 4 == 0:
         return flat.view(torch.int32)

@@ -1,4 +1,4 @@
-"""Simulates several worker groups in one process for research and tests."""
+"""Simulates multiple worker groups in one process for research and tests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def simulated_topologies(groups: int) -> list[Topology]:
 
 
 class SimulatedGroups:
-    """Simulated worker groups of one rank each, which run in this process with the real engine.
+    """Simulated worker groups of one rank each, which run the real engine in this process.
 
     The outer parameters are the same as with one process per group and the same data.
 
@@ -45,7 +45,7 @@ class SimulatedGroups:
         settings: The arguments of `StreamingDiLoCo`, except for ``worker_groups``.
 
     Raises:
-        ValueError: In the same cases as for `StreamingDiLoCo`, and also if there are no models, if
+        ValueError: In the same cases as `StreamingDiLoCo`, and also if there are no models, if
             models differ in names, shapes or dtypes, or if two groups share a model, a trainable
             parameter or optimizer state.
 
@@ -94,7 +94,7 @@ class SimulatedGroups:
         Args:
             trained: The number of micro-batches that each group trained. The default is 1 for each
                 group.
-            idle: The groups that did not train in this inner step.
+            idle: The groups that skipped training in this inner step.
 
         Returns:
             The landings of each group, in the order of the groups.
@@ -113,7 +113,7 @@ class SimulatedGroups:
             engine.fragmented_model.view.write_untrained(first_values)
 
     def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
-        """Divides the models of all groups again and returns each group's landings; see
+        """Divides all groups' models into fragments again and returns each group's landings; see
         `StreamingDiLoCo.recut`.
 
         Args:
@@ -145,7 +145,7 @@ class SimulatedGroups:
         return means[0]._replace(own=self._first_own())
 
     def _map_once(self) -> None:
-        """Shares mapped matrices between groups, whose mean outer gradients are equal."""
+        """Shares mapped matrices between groups, because their mean outer gradients are equal."""
         fragments_of_groups = [engine.fragmented_model.fragments for engine in self.engines]
         for of_groups in zip(*fragments_of_groups, strict=True):
             once = MappedOnce(len(self.engines))
@@ -171,7 +171,7 @@ class SimulatedGroups:
 
 @torch.no_grad()
 def _agree_on_recut(groups: Sequence[FragmentedModel]) -> None:
-    """Makes the recuts of all groups equal and copies new tensors from the first group."""
+    """Makes all groups' recuts equal and copies new tensors from the first group."""
     recuts = [group.recut for group in groups if group.recut is not None]
     names = [recut.names for recut in recuts]
     agreed = [recut.agreed(names) for recut in recuts]
@@ -235,7 +235,7 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
 
 
 def _addresses(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Returns the memory addresses of all tensors in the state of optimizers."""
+    """Returns the memory addresses of all tensors in the optimizers' state."""
     addresses: set[int] = set()
     for optimizer in optimizers:
         for state in optimizer.state.values():

@@ -1,6 +1,6 @@
 """Checks and sets up an engine before its first step, and starts rounds from existing outer state.
 
-An engine assigns its ranks to worker groups, ensures that all ranks start from the same settings
+An engine assigns its ranks to worker groups, ensures that all ranks start with the same settings
 and model, and divides the model into fragments. When a model is divided again (see `recut`) or an
 earlier run is resumed, outer state is transferred by name.
 """
@@ -58,17 +58,17 @@ from lightning_sdiloco.launch.rendezvous import launched_processes
 _log = logging.getLogger(__name__)
 
 LEAST_USUAL_RATE = 0.05
-"""The learning rate of an outer optimizer below which a warning is logged."""
+"""The outer learning rate below which a warning is logged."""
 
 # The name of this setting in error messages.
 _NUMBER = "the number of this engine in its process"
 
 
 class WorkerGroups:
-    """A division of the ``torch.distributed`` ranks into worker groups, created before the model.
+    """Divides the ``torch.distributed`` ranks into worker groups before the model is created.
 
     Create this object in all processes after ``torch.distributed`` is initialised. If groups have
-    several ranks, wrap the model using `process_group`. Then pass the object to the engine as
+    more than one rank, wrap the model using `process_group`. Then pass the object to the engine as
     ``worker_groups``.
 
     Args:
@@ -97,8 +97,8 @@ class WorkerGroups:
 
     @property
     def process_group(self) -> Any:
-        """The process group of this worker group for ``DistributedDataParallel``, or None if there
-        is only one rank.
+        """This worker group's process group for ``DistributedDataParallel``, or None if there is
+        only one rank.
         """
         return self.topology.in_group.process_group
 
@@ -129,7 +129,7 @@ def topology_for(
     worker_groups: int | str | WorkerGroups,
     topology: Topology | None,
 ) -> Topology:
-    """Returns the worker groups that the caller passed, or creates new worker groups."""
+    """Returns the worker groups that the caller passed, or creates new ones."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -180,7 +180,7 @@ def agreed_fragments(
     *,
     is_site: bool = False,
 ) -> tuple[tuple[Fragment, ...], torch.device]:
-    """Ensures that all ranks start from the same settings and model, and divides the model into
+    """Ensures that all ranks start with the same settings and model, and divides the model into
     fragments. All ranks must call this function.
     """
     require_same_settings({**settings.described(), _NUMBER: str(topology.engine)}, topology.world)
@@ -225,7 +225,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 @torch.no_grad()
 def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
-    """Makes sharded parameters bit-identical on ranks that share their values. In-group collective."""
+    """Makes sharded parameters bit-identical on ranks that share values. In-group collective."""
     reshard(model)
     for fragment in fragments:
         # Whole parameters are already bit-identical on all ranks.
@@ -278,8 +278,8 @@ def say_what_averages_twice(
         if not switched:
             continue
         innermost = switched[-1]
-        # A wrapper may only forward the calls, as accelerate's optimizer does. In this case, there
-        # is no copy of the weights.
+        # A wrapper may merely forward calls, as accelerate's optimizer does. In this case, there is
+        # no copy of the weights.
         if len(parts_of(innermost)) == 1 or copies_in(innermost):
             averaging.append(type(innermost).__name__)
     momentum = settings.numbers.get("outer_momentum", 0.0)
@@ -294,7 +294,7 @@ def say_what_averages_twice(
 
 
 def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> None:
-    """Warns about an outer learning rate that is too low for an outer step."""
+    """Warns about a learning rate that is too low for outer steps."""
     if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
         _log.warning(
             "The outer optimizer is %s. A learning rate of %g is suitable for the gradient of a"
@@ -353,8 +353,8 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
 
 @cache
 def rounding() -> str:
-    """Returns a digest of a test calculation with all arithmetic that must be bit-identical in all
-    groups.
+    """Returns a digest of a test calculation that covers all arithmetic that must be bit-identical
+    in all groups.
     """
     # The numbers are not random, because torch's random numbers differ between processors.
     numbers = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
@@ -367,7 +367,7 @@ def rounding() -> str:
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
-    """Refuses a model that is also trained by ranks outside its worker group."""
+    """Refuses a model that ranks outside its worker group also train."""
     group_ranks = list(topology.ranks)
     for name, parameter in model.named_parameters():
         outside = sorted(set(ranks_of(parameter)) - set(group_ranks))
@@ -425,7 +425,8 @@ def align_model(model: nn.Module, topology: Topology) -> bool:
 
 
 def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
-    """Warns about ranks that passed two models to their engines in a different order from group 0.
+    """Warns about ranks that passed two models to their engines in a different order than group 0
+    did.
 
     Args:
         ranks: A hash of each rank's model.

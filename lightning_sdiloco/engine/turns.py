@@ -1,4 +1,4 @@
-"""Lets the methods of an engine pause while other groups in the same process run.
+"""Lets an engine's methods pause while other groups in the same process run.
 
 A group waits until all other groups have launched. Groups in separate processes run in parallel. In
 one process, each group is a generator that pauses after its launches, and no group continues until
@@ -16,8 +16,8 @@ Turns = Generator[None, None, Result]
 
 
 def takes_turns(verb: Callable[Arguments, Turns[Result]]) -> Callable[Arguments, Result]:
-    """Turns a generator method into a method that runs without pauses, for use with one group per
-    process. `turns_of` still returns the generator.
+    """Converts a generator method into a method that runs without pauses, for use with one group
+    per process. `turns_of` still returns the generator.
     """
 
     @wraps(verb)

@@ -45,8 +45,8 @@ from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, loca
 
 _log = logging.getLogger(__name__)
 
-# Larger buffers of a module are exchanged only if they are smaller than half of the trained
-# parameters.
+# If a module's buffers are larger than this, they are exchanged only if they are smaller than half
+# of the trained parameters.
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
@@ -264,7 +264,7 @@ def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def all_alike(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a mask of values that are bit-identical in all tensors."""
+    """Returns a mask of the values that are bit-identical in all tensors."""
     first = tensors[0]
     first_bytes = to_bytes(first)
     is_alike = torch.ones(first.numel(), dtype=torch.bool, device=first.device)
@@ -275,7 +275,7 @@ def all_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits, including the bits of NaNs."""
+    """Returns whether two tensors have the same shape, dtype and bits, even for NaNs."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     return torch.equal(to_bytes(tensor), to_bytes(other))
@@ -284,7 +284,7 @@ def are_alike(tensor: Tensor, other: Tensor) -> bool:
 def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[bool]]:
     """Returns the plain mean over the groups, and for each group whether it is excluded.
 
-    A value that is equal in all groups remains bit-identical, including infinities. A group is
+    A value that is equal in all groups, such as an infinity, remains bit-identical. A group is
     excluded if it has a non-finite value that differs from another group's value.
 
     Args:
@@ -333,8 +333,8 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
 def new_outer(
     kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
 ) -> tuple[Tensor, list[str]]:
-    """Returns the new outer values of a tensor and the senders that are excluded because of
-    non-finite values.
+    """Returns a tensor's new outer values and the senders that are excluded because of non-finite
+    values.
 
     Args:
         kind: `Kind.MEAN` or `Kind.FIRST`.
@@ -355,7 +355,7 @@ def new_outer(
 
 
 def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
-    """Logs a warning about senders that were excluded from the mean of a tensor."""
+    """Logs a warning about senders that were excluded from a tensor's mean."""
     sources = list[str]()
     for name, senders in left_out.items():
         sources += [f"{name!r} of {sender}" for sender in senders]
@@ -376,8 +376,8 @@ class Arrived(NamedTuple):
         outer: The new outer values.
         is_alike: Whether all groups have changed the tensor to the same integers, as with a
             counter.
-        is_kept: A mask of values that this group keeps, because the new outer values are the values
-            that it sent.
+        is_kept: A mask of values that this group keeps, because the new outer values equal the
+            values that it sent.
         own: The first site's own untrained state by name, from the last record of a federation.
     """
 
@@ -398,8 +398,8 @@ class Changes(NamedTuple):
     """How the untrained state of a fragment differs from its outer values at a launch.
 
     Attributes:
-        bits: One bit for each exchanged tensor that differs, and one that says whether a tensor of
-            the kind `own` has changed.
+        bits: One bit for each exchanged tensor that differs, and one that indicates whether a
+            tensor of the kind `own` has changed.
         size: The size of the tensors that differ; see `UntrainedState.size`.
     """
 
@@ -408,8 +408,8 @@ class Changes(NamedTuple):
 
 
 class OwnState:
-    """The untrained state that each group keeps for itself, including the detection of changes
-    since the start.
+    """The untrained state that each group keeps for itself, and the detection of changes since the
+    start.
 
     Attributes:
         places: The places of the tensors in the model.
@@ -431,8 +431,8 @@ class OwnState:
         self._has_changed = False
 
     def has_changed(self) -> bool:
-        """Returns whether any tensor has changed. All values are compared only if a sample or a
-        version differs.
+        """Returns whether any tensor has changed. The full values are compared only if a sample or
+        a version differs.
         """
         mark = self._marked()
         if mark != self._mark:
@@ -446,7 +446,7 @@ class OwnState:
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
     def nbytes(self) -> list[int]:
-        """Returns each tensor's size in bytes at the division, including the parts on other ranks."""
+        """Returns each tensor's size in bytes at the division, including parts on other ranks."""
         forms = [self._forms[place.name] for place in self.places]
         return [shape.numel() * dtype.itemsize for shape, dtype in forms]
 
@@ -515,8 +515,8 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 class UntrainedState:
-    """The untrained state of a fragment, which consists of exchanged tensors with outer values and
-    of tensors that each group keeps.
+    """A fragment's untrained state. It consists of exchanged tensors with outer values and of
+    tensors that each group keeps.
 
     Attributes:
         kinds: The kind of each exchanged tensor.
@@ -541,7 +541,7 @@ class UntrainedState:
         self.own_moved: bool = any(state.own_moved for state in before)
         self._places = [place for place in kinds if kinds[place] is not Kind.OWN]
         self.kinds = [kinds[place] for place in self._places]
-        # Name patterns of the kinds that a user has set. All other kinds depend on the initial
+        # The name patterns for which a user has set kinds. All other kinds depend on the initial
         # values.
         self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
@@ -550,8 +550,8 @@ class UntrainedState:
         # Whether the integers of a tensor have changed in the same way in all groups. Each group
         # shows its current values of such tensors, which are newer than the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        # The tensors that code has overwritten during validation, on which an earlier flight must
-        # not land.
+        # The tensors that code has overwritten during validation. Earlier flights must not land on
+        # them.
         self._rewritten = set[int]()
 
     @property
@@ -581,7 +581,7 @@ class UntrainedState:
         return values.to(dtype, copy=True)
 
     def note_rewritten(self, names: Collection[str]) -> None:
-        """Records overwritten tensors, on which flights with older values must not land."""
+        """Records overwritten tensors. Flights with older values must not land on them."""
         self._rewritten |= {index for index, name in enumerate(self.names) if name in names}
 
     def launched(self) -> None:
@@ -598,8 +598,8 @@ class UntrainedState:
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
 
     def expect_unlike(self, alike: Collection[str]) -> None:
-        """Records frozen parameters that may differ between groups, such as parameters of a new
-        copy.
+        """Records frozen parameters that may differ between groups, such as those of a newly copied
+        module.
 
         Args:
             alike: The names of tensors that are equal in all groups.
@@ -652,8 +652,8 @@ class UntrainedState:
     def changes(self, snapshot: Sequence[Tensor], *, is_unlike: bool) -> "Changes":
         """Compares a snapshot with the outer values.
 
-        With ``is_unlike``, these differ between groups, which then cannot agree on what has changed:
-        all tensors are exchanged.
+        If ``is_unlike`` is True, the outer values differ between groups. The groups then cannot
+        agree on what has changed, so all tensors are exchanged.
         """
         size = 0.0
         changed: Iterable[int] = range(len(snapshot))
@@ -666,7 +666,7 @@ class UntrainedState:
         return Changes(bits, size)
 
     def travelling(self, changed: int) -> list[int]:
-        """Returns the indices of the tensors to exchange from the combined bits of all groups."""
+        """Returns the indices of the tensors to exchange, given the combined bits of all groups."""
         return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
@@ -847,7 +847,7 @@ def untrained_state_of(
 
 
 def _fragments_of_modules(fragments: Sequence[Fragment]) -> dict[tuple[str, ...], int]:
-    """Maps the path of each module to the first fragment that contains parameters of the module."""
+    """Maps each module's path to the first fragment that contains any of its parameters."""
     fragment_of = dict[tuple[str, ...], int]()
     for index, fragment in enumerate(fragments):
         for name in fragment.names:
@@ -867,17 +867,18 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, followed by a byte per tensor that is set if all
-    groups have changed the tensor to the same integers.
+    """Returns the new outer values as bytes, followed by one byte per tensor. This byte is set if
+    all groups have changed the tensor to the same integers.
 
-    Other values may be equal in all groups by chance but differ when they are shown.
+    Values that are not integers may be equal in all groups by chance, but differ when they are
+    shown.
 
     Args:
         state: The untrained state of the fragment.
         sent: The bytes of each exchanged tensor by index and sender. All included senders are
             listed in order.
         keeps_outer: See `new_outer`.
-        speaks: Whether to log senders that are excluded.
+        speaks: Whether to log excluded senders.
     """
     values = list[Tensor]()
     is_alike = list[Tensor]()
@@ -938,13 +939,13 @@ def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
 
 
 def buffer_places(model: nn.Module) -> list[Place]:
-    """Returns the places of all buffers of a model, including buffers that belong to a single rank."""
+    """Returns the places of all buffers of a model, including those that belong to one rank."""
     return [place for place in untrained_places(model) if not place.is_parameter]
 
 
 def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
-    """Returns the first group's own untrained state by name, where its values differ from this
-    rank's values. All ranks must call this function.
+    """Returns the first group's own untrained state by name, wherever it differs from this rank's.
+    All ranks must call this function.
 
     If possible, a group without NaNs in the differing tensors is used as the first group.
     """

@@ -1,4 +1,5 @@
-"""Finds the copies of the weights that inner optimizers keep, and updates them with the weights.
+"""Finds the copies of the weights that inner optimizers keep, and updates them together with the
+weights.
 
 [Note: copies of the weights] Some optimizers step a copy of the weights and then derive the
 parameters from that copy. Examples are the float32 master weights of bfloat16 parameters, z in
@@ -8,18 +9,19 @@ and the parameters by the same amount, in float32. For a schedule-free optimizer
 = (1 - beta) z + beta x, the landing thus moves x by the same amount. When outer values permanently
 overwrite parameters, they also overwrite the copies.
 
-Copies are detected from the behaviour of the optimizer. Comparing values is not sufficient, because
-z differs from the parameter after one step. A new optimizer with the same class and settings trains
-a few small tensors twice with the same gradients. In the second run, the tensors are shifted after
-two steps. If the shift shrinks, the optimizer keeps a copy. If shifting a state entry with similar
-values affects the tensors, that entry is a copy. If the shifts of all copies together are not fully
-preserved, the optimizer is refused, because moving these entries would not be sufficient. The
-learning rate is tiny and weight decay is disabled, so nothing else changes a shift.
+Copies are detected from the optimizer's behaviour. Comparing values is not sufficient, because z
+differs from the parameter after one step. A new optimizer of the same class and with the same
+settings trains a few small tensors twice with the same gradients. In the second run, the tensors
+are shifted after two steps. If the shift shrinks, the optimizer keeps a copy. If shifting a state
+entry with similar values affects the tensors, that entry is a copy. If the shift is not fully
+preserved even when all copies are shifted, the optimizer is refused, because moving these entries
+would not be sufficient. The learning rate is tiny and weight decay is disabled, so nothing else
+changes a shift.
 
 While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix
 each group's z into the model. For this reason, the state entries temporarily refer to the shown
-parameters, so that each value is interpolated with itself and remains unchanged. After training,
-the entries are new tensors with the final parameters, from which further training can start.
+parameters so that each value is interpolated with itself and remains unchanged. After training, the
+entries are new tensors with the final parameters, from which further training can start.
 """
 
 import inspect
@@ -47,8 +49,8 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _STEPS_BEFORE = 2
 _STEPS_AFTER = 32
 _TINY_RATE = 1e-6
-# The distance beyond which the small tensors have been trained despite the tiny learning rate, so
-# that differences are meaningless.
+# Beyond this distance, the small tensors have been trained despite the tiny learning rate, and
+# differences are meaningless.
 _FARTHEST = 0.02
 # State entries that are further from the parameters, such as moments, are not copies.
 _NEAR = 0.05
@@ -65,7 +67,7 @@ class WeightCopies:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        # The optimizers that keep copies, and the names of their copies by the id of the optimizer.
+        # The optimizers that keep copies, and the names of their copies by optimizer id.
         self._keepers = list[Any]()
         self._names = dict[int, tuple[str, ...]]()
         for optimizer in optimizers:
@@ -80,18 +82,18 @@ class WeightCopies:
         # The modes of the optimizers before another model was shown, or None while no other model
         # is shown.
         self._modes_before: list[bool] | None = None
-        # Whether training has ended. After the end, copies are kept unchanged for a longer run.
+        # Whether training has ended. Copies are then kept unchanged for a longer run.
         self._has_ended = False
         # Whether the state is known to have an entry for each name that a user specified.
         self._is_checked = False
 
     @property
     def exist(self) -> bool:
-        """Whether an optimizer keeps copies."""
+        """Whether any optimizer keeps copies."""
         return bool(self._keepers)
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Sets the parameters of the fragments by name."""
+        """Sets the fragments' parameters by name."""
         self._parameters = parameters
 
     def of(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -115,8 +117,8 @@ class WeightCopies:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
 
     def show(self) -> None:
-        """Restores the copies and modes of the optimizers. If any optimizer was switched to
-        training in the meantime, all optimizers are switched to training.
+        """Restores the optimizers' copies and modes. If any optimizer was switched to training in
+        the meantime, all optimizers are switched to training.
         """
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
@@ -132,7 +134,7 @@ class WeightCopies:
                     part.train()
 
     def freeze(self) -> None:
-        """Keeps the copies unchanged during the last landings for use by a longer run."""
+        """Keeps the copies unchanged during the last landings so that a longer run can use them."""
         self._has_ended = True
 
     def end(self) -> None:
@@ -147,7 +149,7 @@ class WeightCopies:
         """Returns the modes and all copies that an optimizer's own state does not restore exactly.
 
         While another model is shown, the optimizer's state contains replacements for copies. In
-        addition, torch casts restored state to the dtype of the parameter.
+        addition, torch casts restored state to the parameter's dtype.
         """
         if not self._keepers:
             return {}
@@ -155,7 +157,7 @@ class WeightCopies:
         for copy in self._all():
             if self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
                 copies.append(copy)
-        # The hidden copies come last, so that they overwrite their replacements.
+        # The hidden copies come last so that they overwrite their replacements.
         copies += self._hidden
         values: dict[str, dict[str, Tensor]] = {}
         for copy in copies:
@@ -164,7 +166,7 @@ class WeightCopies:
         return {"weight_copies": {"modes": list(modes), "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state_dict`, after the optimizers have been restored."""
+        """Restores the result of `state_dict` after the optimizers have been restored."""
         saved = state.get("weight_copies")
         if saved is None or not self._keepers:
             return
@@ -203,7 +205,7 @@ class WeightCopies:
                     local(copy.tensor).copy_(local(parameter))
 
     def take(self, source: "WeightCopies") -> None:
-        """Loads the copies of the same optimizers in another worker group."""
+        """Loads the copies that the same optimizers keep in another worker group."""
         values = {(copy.name, copy.key): copy.tensor for copy in source._all()}
         for copy in self._all():
             if (copy.name, copy.key) in values:
@@ -225,7 +227,7 @@ class WeightCopies:
                         yield _Copy(name, parameter, state, key, state[key], is_switched)
 
     def _check_names(self) -> None:
-        """Refuses a user-specified name that no parameter's state contains, once a state exists."""
+        """Once a state exists, refuses a user-specified name that no parameter's state contains."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -300,7 +302,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
-    """Returns the states that an optimizer and its parts keep for a parameter, without duplicates."""
+    """Returns all states that an optimizer and its parts keep for a parameter, once each."""
     states: dict[int, dict[str, Any]] = {}
     for part in parts_of(optimizer):
         state = part.state.get(parameter)
@@ -351,7 +353,7 @@ class _Finding(NamedTuple):
 
 
 class _Small(NamedTuple):
-    """The description of a small tensor that represents parameters of a group."""
+    """The description of a small tensor that represents a group's parameters."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -370,7 +372,9 @@ class _Small(NamedTuple):
 
 @dataclass
 class _Recipe:
-    """The description of an optimizer for small tensors with the same class and settings."""
+    """A description from which an optimizer of the same class and settings is built for small
+    tensors.
+    """
 
     kind: type
     arguments: dict[str, Any]
@@ -427,14 +431,14 @@ def _overwrite_number(group: dict[str, Any], key: str, number: float) -> None:
 
 
 _PARAMETERS = {"params", "parameters", "param_groups"}
-"""The argument names with which constructors accept parameters."""
+"""The argument names under which constructors accept parameters."""
 
 _GROUPS = object()
-"""A placeholder for the parameter groups in the arguments of a constructor."""
+"""A placeholder for the parameter groups in a constructor's arguments."""
 
 
 class _Twin(NamedTuple):
-    """An optimizer of small tensors."""
+    """An optimizer for small tensors."""
 
     optimizer: Any
     parameters: list[Tensor]
@@ -456,7 +460,7 @@ class _Twin(NamedTuple):
             self.optimizer.step()
 
     def entries(self) -> dict[str, list[Tensor]]:
-        """Collects all state entries whose shapes match the parameters."""
+        """Collects all state entries whose shapes match those of the parameters."""
         entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
@@ -541,7 +545,7 @@ def _play(recipe: _Recipe) -> _Finding | None:
     unshifted = _trained(recipe, None)
     if not _is_near(unshifted, initial, _FARTHEST):
         return None if recipe.is_exact else _play(recipe.in_float32())
-    # The share of a shift by 1 that is preserved in every value.
+    # The share of a shift by 1 that is preserved in each value.
     share = _trained(recipe, "") - unshifted
     if bool(((share - 1).abs() <= tolerance).all()):
         return _Finding()
@@ -598,7 +602,7 @@ class _UnknownArgumentError(Exception):
 
 
 def _recipe_for(optimizer: Any) -> _Recipe:
-    """Looks up the arguments of an optimizer's constructor in its defaults and attributes."""
+    """Looks up an optimizer's constructor arguments in its defaults and attributes."""
     arguments: dict[str, Any] = {}
     accepted = _accepted(type(optimizer))
     takes_groups = False
