@@ -13,13 +13,14 @@ landing. No sample counts twice, and no sample that was sent is lost.
 
 [Note: what an earlier incarnation has launched] The checkpoint of an incarnation may contain
 training that an earlier, killed incarnation has already launched, along with later training. If
-that launch was counted, the new incarnation starts from the outer values. A launch *stands* if its
-round is still open. In this case as well, the new incarnation starts from the outer values. All
-training that the site holds afterwards is *apart* from the standing launch. The standing launch
-therefore lands like a contribution from another site. The local parameters move by the same amount
-as the outer parameters, and all training since the restart is kept. The checkpoint stores the
-standing launch so that no later incarnation restarts again. The hub accepts no second launch from
-the site for that round, so the site does not launch again.
+that launch was counted, the new incarnation replaces its local values with the outer values before
+its first step. A launch *stands* if its round is still open. If a launch stands, the new
+incarnation restarts from the outer values before its first step. All training that the site holds
+afterwards is *apart* from the standing launch. The standing launch therefore lands like a
+contribution from another site. The local parameters move by the same amount as the outer
+parameters, and all training since the restart is kept. The checkpoint stores the standing launch so
+that no later incarnation restarts again. The hub accepts no second launch from the site for that
+round, so the site does not launch again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -492,8 +493,8 @@ class Follower:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Handles a failed attempt to reach the hub. Training continues until the site's patience
-        is exceeded.
+        """Handles a failed attempt to reach the hub. Training continues until the hub has been
+        unreachable for ``patience`` seconds.
         """
         self.reachable = False
         if self._alone_since is None:

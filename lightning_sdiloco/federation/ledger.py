@@ -123,7 +123,7 @@ class Founding:
 
     @property
     def founder(self) -> str:
-        """The site that provides the outer parameters of round 0, which is the first site by name."""
+        """The first site by name, which provides the outer parameters of round 0."""
         self._founder = self._founder or min(self.hellos)
         return self._founder
 

@@ -1,5 +1,5 @@
-"""The durable storage of a hub, with a ledger in one SQLite file and a blob store. Blobs become
-visible only when they are complete and synced.
+"""A hub's durable storage, which consists of a ledger in one SQLite file and a blob store. Blobs
+become visible only when they are complete and synced.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ MEMORY = ":memory:"  # used in place of a path: a ledger that is lost with the p
 
 
 class LedgerError(HubError):
-    """The ledger file cannot be used, because it was truncated, was altered, was created by another
+    """The ledger file cannot be used, because it was truncated or altered, was created by another
     program, or is in use.
     """
 
@@ -294,7 +294,7 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """A store of blobs by digest, in a local folder or under an fsspec URL where objects appear
+    """A store of blobs by digest, in a local folder or at an fsspec URL where objects appear
     atomically.
     """
 
@@ -536,7 +536,7 @@ class Upload:
 
 
 def _digest(read: Callable[[int, int], bytes], size: int) -> str:
-    """Returns the digest of a blob, which is read in pieces."""
+    """Computes the digest of a blob, reading the blob in pieces."""
     digest = hashlib.sha256()
     for start in range(0, size, 4 * CHUNK):
         digest.update(read(start, min(start + 4 * CHUNK, size)))

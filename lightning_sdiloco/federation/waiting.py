@@ -1,5 +1,5 @@
-"""Predicts which sites the rounds of a federation wait for. The quorum is applied in the same way
-as at the hub, with the times from a plan.
+"""Predicts which sites a federation's rounds wait for. The quorum is applied in the same way as at
+the hub, but with the times from a plan.
 """
 
 import math
