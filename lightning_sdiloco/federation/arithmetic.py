@@ -111,7 +111,7 @@ class Fetch(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The payloads of a site or of the hub, by rank, with their decoder."""
+    """The payloads of a site or of the hub, keyed by rank, with their decoder."""
 
     ranks: int
     is_exact: bool
@@ -121,7 +121,7 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True)
 class _Average:
-    """The mean of a record and its inputs.
+    """The mean of a record, together with its inputs.
 
     Attributes:
         values: The outer parameters to update.
@@ -347,7 +347,7 @@ class SiteArithmetic:
         return sources
 
     def _sources(self, record: Record) -> list[_Source]:
-        """Returns the sources of a record, without payloads."""
+        """Returns the sources of a record without their payloads."""
         are_exact = [contribution.exact for contribution in record.counted]
         if record.mean:
             # The hub's mean replaces all contributions.
@@ -483,7 +483,7 @@ class SiteArithmetic:
     def _sent(
         self, fragment: FragmentState, record: Record, sources: Sequence[_Source]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes of the untrained state that the counted sites or the hub sent, by
+        """Returns the bytes of the untrained state sent by the counted sites or the hub, keyed by
         tensor and sender.
         """
         travels = len(fragment.untrained.outer)
@@ -503,7 +503,7 @@ class SiteArithmetic:
         return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
-        """Returns the tensor of the first site, given the bytes of all sites on rank 0. In-group
+        """Returns the first site's tensor, given the bytes from all sites on rank 0. In-group
         collective.
         """
         if self._rank == 0:
@@ -587,7 +587,7 @@ def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> byt
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[Fetch]:
-    """Lists the payloads of a record that a rank must fetch."""
+    """Lists the payloads that a rank must fetch for a record."""
     fetches = []
     for source, payloads in enumerate(record.sources):
         for place in places_of(rank, ranks, len(payloads)):

@@ -343,7 +343,7 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: EventListener) -> None:
-        """Starts a thread that passes the hub's events and errors to a connection and the
+        """Starts a thread that passes the hub's events and errors to a connection, and the
         connection's hello and heartbeats to the hub.
         """
 
@@ -743,8 +743,8 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's connection to a hub in the same process. No messages are lost, and messages are
-    delayed only if there is a link.
+    """A site's connection to a hub in the same process. Messages are never lost and are delayed
+    only if there is a link.
     """
 
     def __init__(

@@ -66,16 +66,17 @@ class Federation:
         late: How to treat contributions that arrive after their round has closed. With ``"drop"``,
             the contribution is never counted, and local and outer parameters are mixed as usual. If
             the next contribution is also late, it is carried instead. With ``"carry"``, the
-            contribution remains in the local parameters and counts in a later round. Sites may use
-            different values.
+            contribution remains in the local parameters and counts in a later round. Different
+            sites may use different values.
         patience: The maximum time in seconds to wait for the hub before training starts, or to
             continue training without the hub. If this time is exceeded, the site stops with an
             error.
-        rounds: The number of rounds per fragment after which the run ends. With None, the run ends
+        rounds: The number of rounds per fragment after which the run ends. If None, the run ends
             when its sites finish.
-        mean: Where contributions are averaged. With ``"sites"``, each site averages them. With
-            ``"hub"``, the hub averages them, encodes the mean, and sends it to all sites. In this
-            case, the size of a site's downloads does not grow with the number of sites.
+        mean: Where contributions are averaged. With ``"sites"``, each site averages all
+            contributions. With ``"hub"``, the hub averages all contributions, encodes the mean, and
+            sends it to all sites. Averaging at the hub keeps the size of a site's downloads
+            independent of the number of sites.
         sites: The number of hosts that start the run. If ``hub`` is also given, the hub starts
             automatically at that address. Without ``hub``, the default is the number given by the
             launcher. With ``hub``, None means that an operator has started the hub.
@@ -312,8 +313,8 @@ class Federation:
         )
 
     def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
-        """Prepares the hub that starts automatically, with keys for this site. Returns None if an
-        operator starts the hub.
+        """Prepares the hub that starts automatically and obtains this site's keys. Returns None if
+        an operator starts the hub.
         """
         if not self.starts_hub:
             return None
@@ -330,8 +331,9 @@ class Federation:
         return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
-        """Returns this site's run config with every amendable term that matches the run's current
-        terms set to its founding value. A site may use either value.
+        """Returns this site's run config for comparison with the founding run config. An amendable
+        term that matches the run's current value is set to its founding value, because a site may
+        use either value.
         """
         if self.grace == "auto":
             ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))

@@ -238,7 +238,7 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Receives a site's run config and returns the run's run config."""
+        """Receives a site's run config and returns the run config on which the run is founded."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -415,7 +415,9 @@ class Coordinator:
     # Blobs and contributions
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Admits an incoming blob, which may be a run config, or a payload or state from a member."""
+        """Admits an incoming blob, which may be a run config, or a payload or state from a
+        member.
+        """
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
@@ -640,7 +642,7 @@ class Coordinator:
     def _note_refused(
         self, site: str, sources: Iterable[str], damaged: Collection[Payload]
     ) -> None:
-        """Records that a site could not use the states from some sources."""
+        """Registers that a site could not use the states from some sources."""
         why = "its log says why"
         if damaged:
             why = "blobs of it are gone from the store, or were altered there"
@@ -889,7 +891,7 @@ class Coordinator:
     # The clock
 
     def resumed(self, seconds: float) -> None:
-        """Adjusts to a pause of the given number of seconds in the hub's process."""
+        """Extends the leases of all sites if the hub's process was paused for a long time."""
         with self._lock:
             if self._ledger and seconds > self._ledger.terms.lease / 2:
                 log.warning(
@@ -964,8 +966,8 @@ class Coordinator:
         return None
 
     def _announce_trouble(self, before: str | None, now: float) -> None:
-        """Logs the reason why rounds stay open and sends the reason to the sites. Sites are
-        informed once per lease, because new sites may have joined.
+        """Logs the reason why rounds stay open and sends it to the sites. Sites are informed once
+        per lease, because new sites may have joined.
         """
         is_new = self.trouble != before
         if self.trouble and is_new:
@@ -1034,9 +1036,9 @@ class Coordinator:
                 self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
-        """Announces each round that sites should launch for exactly once. A contribution with large
-        payloads is announced early so that sites can fetch the payloads before the contribution
-        counts.
+        """Announces the rounds that sites should launch for. Each round is announced only once. A
+        contribution with large payloads is announced early so that sites can fetch the payloads
+        before the contribution counts.
         """
         if contribution:
             is_small = all(payload.size <= CHUNK for payload in contribution.payloads)

@@ -6,8 +6,9 @@ drops the locks of a lost host and a second hub starts while the first one is st
 hub therefore writes its epoch to a file next to the ledger. Before each write to the ledger and
 before dropping blobs, the hub checks that this file is unchanged. If two hubs are running, only the
 hub that started later writes. Every answer from a hub contains the epoch, and a site ignores a hub
-with an earlier epoch than the site has already seen. An epoch is no lower than the start time of
-the hub in seconds, so a hub that starts on a new or copied ledger also gets a later epoch.
+whose epoch is earlier than an epoch that the site has already seen. An epoch is no lower than the
+start time of the hub in seconds, so a hub that starts on a new or copied ledger also gets a later
+epoch.
 """
 
 import os

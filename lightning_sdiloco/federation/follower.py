@@ -16,7 +16,7 @@ training that an earlier, killed incarnation has already launched, along with la
 that launch was counted, the new incarnation replaces its local values with the outer values before
 its first step. A launch *stands* if its round is still open. If a launch stands, the new
 incarnation restarts from the outer values before its first step. All training that the site holds
-afterwards is *apart* from the standing launch. The standing launch therefore lands like a
+after the restart is *apart* from the standing launch. The standing launch therefore lands like a
 contribution from another site. The local parameters move by the same amount as the outer
 parameters, and all training since the restart is kept. The checkpoint stores the standing launch so
 that no later incarnation restarts again. The hub accepts no second launch from the site for that
@@ -652,8 +652,8 @@ class Follower:
         return flight.own
 
     def outstanding(self) -> list[Contribution]:
-        """Returns the contributions to resend after a hello. These belong to flights whose round is
-        not known to be closed or whose payloads the hub has lost.
+        """Returns the contributions to resend after a hello. The contributions belong to flights
+        whose round is not known to be closed or whose payloads the hub has lost.
         """
         contributions = []
         for progress in self.fragments:

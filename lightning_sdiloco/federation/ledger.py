@@ -4,8 +4,8 @@ Methods take the time as an argument and return closed rounds as records.
 [Note: durable before visible] The ledger performs no input or output. The hub makes each change in
 four steps. The hub first queries the ledger with `examine` or `due`, which change nothing. The hub
 then stores the change durably and reports the change to the ledger with `contribute` or `append`.
-Only after that does the hub inform the sites, for example of new `calls`. The hub makes no other
-call to the ledger between ``due`` and the last ``append``.
+Finally, the hub informs the sites, for example of new `calls`. The hub makes no other call to the
+ledger between ``due`` and the last ``append``.
 
 [Note: the last round] The result of the last round replaces the parameters of all sites. No later
 round corrects rounding errors, so only float32 contributions count. If the run config sets the
@@ -333,8 +333,8 @@ class Ledger:
         return self.members[site].follows and self.behind(site) <= RETENTION
 
     def _contributors(self, now: float) -> list[str]:
-        """Lists the sites that can contribute. Such a site has a valid lease, and all records that
-        it has not applied are still available.
+        """Lists the sites that can contribute. A site can contribute if it has a valid lease and
+        all records that it has not applied are still available.
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
 
@@ -450,8 +450,8 @@ class Ledger:
             round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Lists the rounds that sites should launch for. These rounds are all open rounds and, if
-        an operator ends the run, the last round of every fragment.
+        """Lists the rounds that sites should launch for. The list contains all open rounds and, if
+        an operator has ended the run, the last round of every fragment.
         """
         fragments = list(self.open)
         if self._ending:
@@ -719,8 +719,8 @@ class Ledger:
 
     def fetched_from(self, now: float) -> tuple[int, ...]:
         """Returns the first round of each fragment whose payloads are kept or still being fetched.
-        A following site fetches the rounds that it has not applied. A site that falls too far
-        behind needs a state instead.
+        A site that follows the run fetches the rounds that it has not applied. A site that falls
+        too far behind needs a state instead.
         """
         rounds = list(self.kept_from)
         for site in self.present(now):

@@ -78,7 +78,9 @@ class LostPayloads:
                 del self._records[round_id]
 
     def trouble(self, ledger: Ledger, now: float) -> str | None:
-        """Describes which sites are waiting for the first affected round and what can unblock them."""
+        """Describes which sites are waiting for the first affected round and what can unblock
+        them.
+        """
         for round_id, record in self._records.items():
             waiting = _waiting(ledger, round_id, now)
             if waiting:

@@ -56,7 +56,9 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """A site's link, which delays payloads and states. The minimum length of a wait is ``moment``."""
+    """A site's link, which delays payloads and states. The minimum length of a wait is
+    ``moment``.
+    """
 
     time: VirtualTime
     site: int

@@ -282,7 +282,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """The incarnation of the site that has contributed to a fragment's open round."""
+    """The incarnation of the receiving site that has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation
@@ -309,7 +309,8 @@ class Heartbeat(Message):
     Attributes:
         trained_steps: The number of inner steps of this incarnation, counted once for each
             fragment.
-        lost_steps: The number of these steps whose contributions were late and dropped.
+        lost_steps: The number of inner steps whose contributions were dropped because they were
+            late.
         inner_lr: The largest inner learning rate at the last launch.
         cosine: The cosine between the last counted contribution and the mean of the other
             contributions, in percent.
@@ -357,7 +358,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """A site has launched for a round, or the round is the last."""
+    """A site has launched for a round, or the round is the last round of the run."""
 
     call: Call
     own: Contribution | None = None

@@ -43,7 +43,7 @@ class Quorum(ABC):
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns the minimum number of contributions for a round to close.
+        """Returns the minimum number of contributions needed for a round to close.
 
         Args:
             sites: The number of sites that can contribute.
@@ -125,7 +125,7 @@ class DynamicBackup(Quorum):
         return max(1, ceil(self.least * sites - 1e-9))
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
-        """Returns the sites that maximize the throughput."""
+        """Returns the sites to wait for in order to maximize throughput."""
         names = sorted(sites)
         length = _round_length(history)
         # Every 8th round waits for all sites. Otherwise, a site that is always a little late would

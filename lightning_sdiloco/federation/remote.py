@@ -56,8 +56,8 @@ _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns the positions of the payloads in a contribution that a rank must fetch. Each payload
-    is fetched by exactly one rank of a site.
+    """Returns the positions of the payloads that a rank must fetch from a contribution. Each
+    payload is fetched by exactly one rank of a site.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -357,7 +357,9 @@ class HubConnection:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
     def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
-        """Requests a state from any source that is not excluded, or payloads that the hub has lost."""
+        """Requests a state from any source that is not excluded, or payloads that the hub has
+        lost.
+        """
         about: Header = {"without": sorted(without)}
         if lacked:
             about["lacks"] = plain(lacked)
@@ -394,7 +396,9 @@ class HubConnection:
     # Events for training
 
     def events(self) -> list[SiteEvent]:
-        """Returns the events since the last call, or raises the error that ended the event stream."""
+        """Returns the events since the last call, or raises the error that ended the event
+        stream.
+        """
         self._client.turn()
         away_since = self._away_since
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
@@ -510,7 +514,9 @@ class HubConnection:
                 self._outbox.end(contribution)
 
     def _unsent(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns a contribution's payloads if the contribution may still count, or None otherwise."""
+        """Returns a contribution's payloads if the contribution may still count, or None
+        otherwise.
+        """
         return None if self._closed.is_set() else self._outbox.blobs_of(contribution)
 
     def _is_taken(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> bool:

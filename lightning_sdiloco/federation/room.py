@@ -72,7 +72,7 @@ class RecordIndex:
         return numbers[position] if position < len(numbers) else None
 
     def rounds_before(self, number: int) -> list[int]:
-        """Returns the last round of each fragment in the records before the given number."""
+        """Returns the last round of each fragment among the records before the given number."""
         rounds = []
         for base, numbers in zip(self._base, self._numbers, strict=True):
             rounds.append(base + sum(earlier < number for earlier in numbers))
@@ -177,7 +177,7 @@ class Room:
         self._store.retain(self.needed() | self.unnamed.keys(now) | self._backing_up)
 
     def drop(self, key: str) -> None:
-        """Drops a large blob immediately when it is no longer needed."""
+        """Immediately drops a large blob that is no longer needed."""
         if key not in self._backing_up:
             self._store.drop(key)
 

@@ -106,7 +106,9 @@ class Terms:
         return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
 
     def steps_before(self, fragment: int, round: RoundNumber) -> int:
-        """Returns the number of inner steps between the launch for a round and the previous launch."""
+        """Returns the number of inner steps between the launch for a round and the previous
+        launch.
+        """
         if self.dense_beginning is None:
             return self.sync_every
         launch_of = self.schedule.launch_of
@@ -238,7 +240,7 @@ class RunConfig(Message):
         """Raises Refused unless this site's run config matches the founding run config.
 
         A site with a different patch version may join if its arithmetic gives the same results on
-        known values. In that case, the method returns the differences between the versions.
+        known values. The method returns the differences in patch versions.
         """
         patches = list[str]()
         refused = list[str]()

@@ -168,8 +168,8 @@ class HubOfRun(NamedTuple):
             shutil.rmtree(new)
 
     def hand_out_keys(self) -> None:
-        """Answers hosts that request their keys until the process ends. Does nothing if this is
-        unsafe.
+        """Until the process ends, answers hosts that request their keys. Does nothing if handing
+        out keys is unsafe.
         """
         address, port = hub_addresses(self.address)[0]
         if self.keys or self.insecure or not is_private(address):
@@ -185,7 +185,9 @@ class HubOfRun(NamedTuple):
                         self._answer(asker, site)
 
     def _answer(self, asker: socket.socket, site: str) -> None:
-        """Sends a site's keys, unless its host has created them or enough sites already have keys."""
+        """Sends a site's keys, unless its host has created them or enough sites already have
+        keys.
+        """
         bundle = self._made_keys / f"{checked_name('site', site)}.bundle"
         handed_out = bundle.with_suffix(".handed-out")
         bundles = list(self._made_keys.glob("*.bundle"))

@@ -319,7 +319,9 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
 
 @dataclass
 class Launched:
-    """A flight of this site. ``encoded`` is None while the background is encoding it."""
+    """A flight of this site. ``encoded`` is None while the flight is being encoded in the
+    background.
+    """
 
     flight: PendingFlight
     encoded: Encoded | None = None
@@ -916,7 +918,9 @@ class FederatedWorld:
         return digests_of(values, starts, self._topology.in_site)
 
     def _state(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
-        """Returns this site's state if the state is up to date or the run is to be founded on it."""
+        """Returns this site's state if the state is up to date or the run is to be founded on
+        it.
+        """
         applied = tuple(progress.applied for progress in self.follower.fragments)
         header = StateHeader(applied, tuple(self.digests()))
         if not founding and not self.follower.follows:

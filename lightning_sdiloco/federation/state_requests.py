@@ -141,7 +141,7 @@ class States:
     # Requests
 
     def ask(self, ledger: Ledger, site: str, need: Need) -> None:
-        """Obtains a state for a site by requesting it from a donor or from the snapshot."""
+        """Obtains a state for a site from a donor or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         request = self._open_request(ledger, site, need)
@@ -240,7 +240,7 @@ class States:
         return [part for handed in self._handed if site in handed.askers for part in handed.parts]
 
     def damaged_snapshots(self, blobs: Collection[Payload]) -> list[StateHeader]:
-        """Returns the snapshots that lack one of these blobs."""
+        """Returns the snapshots that contain any of the given damaged blobs."""
         snapshots = self.snapshots.values()
         return [
             snapshot.header for snapshot in snapshots if set(blobs).intersection(snapshot.parts)
@@ -248,7 +248,7 @@ class States:
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
         """Reassigns requests to other sites if the donor does not answer, has left, or no longer
-        sends heartbeats. Returns whether such a donor was the founder.
+        sends heartbeats. Returns whether one of these donors was the founder.
         """
         if not self._requests:
             return False

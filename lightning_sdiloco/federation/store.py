@@ -60,8 +60,8 @@ class SQLiteLedger:
         path: The path of the ledger file.
         last: The number of the last record, or -1 if there are no records.
         chain: The digest of all records and their numbers, in order.
-        before_write: A function set by the hub and called before each write. If the function raises
-            an error, nothing is written.
+        before_write: A function that the hub sets and that is called before each write. If the
+            function raises an error, nothing is written.
     """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
@@ -179,7 +179,7 @@ class SQLiteLedger:
 
     def back_up(self, path: Path) -> None:
         """Copies the whole ledger to another file, even while the ledger is in use. The copy
-        appears only when complete.
+        becomes visible only when it is complete.
         """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
@@ -434,7 +434,7 @@ class InMemoryStore:
 
 
 class Upload:
-    """An upload of a blob, whose pieces may arrive in any order and from several threads."""
+    """An upload of a blob, whose pieces may arrive in any order and from multiple threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int) -> None:
         self.key = key

@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
         dtypes: For each untrained tensor, the numpy name of the mean's dtype. The name is empty if
             all sites use the tensor of the first site.
         own: The size in bytes of each tensor that sites keep for themselves until the last round.
-        numbers: The torch dtype names of all these tensors, if a hub reads them.
+        numbers: The torch dtype names of all tensors listed here, if a hub reads them.
     """
 
     numel: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of the tensors that a site sends. In the last, exact round, these
+        """Returns the sizes of the tensors that a site sends. In the last, exact round, the sizes
         include the tensors that the site keeps for itself.
         """
         if not is_exact:
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The number of bytes sent if nothing has changed, with one bit per tensor."""
+        """The number of bytes sent if nothing has changed, which is one bit per tensor."""
         return -(-len(self.untrained) // 8)
 
     @property

@@ -72,7 +72,7 @@ not required."""
 
 Channel = Extra
 Context = Extra
-"""A gRPC call at the hub."""
+"""`Channel` is a site's gRPC connection, and `Context` is a gRPC call at the hub."""
 
 
 def extra(module: str) -> ModuleType:
