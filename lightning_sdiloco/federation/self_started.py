@@ -164,7 +164,7 @@ class HubOfRun(NamedTuple):
         try:
             new.rename(self._made_keys)
         except OSError:
-            # Another process of this host was faster.
+            # Another process on this host was faster.
             shutil.rmtree(new)
 
     def hand_out_keys(self) -> None:

@@ -619,7 +619,7 @@ class HubService(Hub):
                 " overwrite the run. Choose a different folder on another disk."
             )
         if quorum is not None:
-            imported(quorum)  # now, so that errors do not appear only when a site names it
+            imported(quorum)  # now, so that errors appear before a site names it
         raise_limit_of_descriptors()
         self._has_warned_of_descriptors = False
         self._look_at_descriptors = time.monotonic()
@@ -635,7 +635,7 @@ class HubService(Hub):
             )
             self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
-            # This ends an earlier hub, so nothing after it may refuse to serve.
+            # This call ends an earlier hub, so nothing after it may refuse to serve.
             self._epoch = Epoch(Path(ledger))
             self._stamp = {"epoch": self._epoch.number}
             self.ledger.before_write = self._epoch.require

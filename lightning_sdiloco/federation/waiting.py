@@ -85,7 +85,7 @@ def _record(
     first = min(arrives.values())
     timings = []
     for site, arrival in arrives.items():
-        # The next record says how late a site was that did not count.
+        # The next record contains the lateness of each site that did not count.
         round_of_site = number if site in round.counted else RoundNumber(number - 1)
         if round_of_site:
             timings.append(Timing(site, round_of_site, arrival - first, step_time))
