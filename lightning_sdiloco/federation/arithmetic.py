@@ -1,10 +1,11 @@
-"""The arithmetic of a site, which encodes outer gradients and computes new outer parameters from
-the contributions counted in a record.
+"""A site's arithmetic, which encodes outer gradients and computes new outer parameters from the
+contributions counted in a record.
 
-Sites use the same compression, weights, mean and outer step as groups that are launched together,
-in the order of the record. If no site is ever late, a federation is bit-identical to such groups.
-In the last round, sites send float32 values and the record takes their plain mean, as in the final
-exchange of fixed groups. See [Note: the last round].
+Sites process contributions in the order of the record, with the same compression, weights, mean and
+outer step as groups that are launched together. If no site is ever late, the results of a
+federation are bit-identical to the results of such groups. In the last round, sites send float32
+values, which are averaged without weights, as in the final exchange of fixed groups. See [Note: the
+last round].
 """
 
 import ctypes
@@ -85,7 +86,8 @@ class Stepped(NamedTuple):
         after: The digest of the outer parameters after the record.
         outer: The new outer parameters, gathered from all ranks.
         moved: The change in the outer parameters, gathered from all ranks.
-        arrival: The arrival to land if this site has a flight in the record's round.
+        arrival: The arrival to land, which is used only if this site has a flight in the record's
+            round.
         direction: The direction of this site's contribution relative to all other contributions, or
             None if this site did not contribute.
     """
@@ -99,8 +101,8 @@ class Stepped(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A payload for a rank to fetch, with its source in the record and the sending rank at that
-    source.
+    """A payload for a rank to fetch, with the index of its source in the record and the rank that
+    sent the payload.
     """
 
     source: int
@@ -109,7 +111,7 @@ class Fetch(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The payloads of a site or the hub, by rank, with their decoder."""
+    """The payloads of a site or of the hub, keyed by rank, with their decoder."""
 
     ranks: int
     is_exact: bool
@@ -119,14 +121,14 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True)
 class _Average:
-    """The mean of a record and its inputs.
+    """The mean of a record, together with its inputs.
 
     Attributes:
         values: The outer parameters to update.
         mean: The mean, which the outer step overwrites.
         norm: The norm of the mean over all ranks.
         controls: The control vectors of the contributions, in the order of the record.
-        count: The contributions that count, with their factors.
+        count: The contributions that count, together with their factors.
         sources: The payloads that were averaged.
         span: The time spent averaging.
     """
@@ -155,8 +157,8 @@ class _Average:
 
 
 class SiteArithmetic:
-    """Encodes the outer gradients of a site and applies records. All methods run in the background
-    and leave the state of fragments unchanged.
+    """Encodes a site's outer gradients and applies records. All methods run in the background and
+    leave the state of the fragments unchanged.
     """
 
     def __init__(self, rounds: Rounds, topology: Topology) -> None:
@@ -209,7 +211,7 @@ class SiteArithmetic:
         # A non-finite norm is not decisive, because it may overflow even if every value is finite.
         is_finite = isfinite(norm) or bool(launch.gradient.isfinite().all())
         shard_digest = digest(launch.outer, start=self._fragments[launch.fragment].layout.start)
-        # A norm that overflows is reported as the largest number, for the guard.
+        # A norm that overflows is reported to the guard as the largest number.
         shard_norm = min(norm, _LARGEST) if is_finite else 0.0
         shards = self._site.all_gather_object(
             (payload, shard_digest, is_finite, shard_norm, begun.buffers)
@@ -236,7 +238,7 @@ class SiteArithmetic:
         encoded: Encoded | None,
     ) -> Stepped:
         """Applies a record to an outer state. Pass this site's launch in the record's round as
-        ``launch`` and its payload as ``encoded``.
+        ``launch`` and the payload of that launch as ``encoded``.
         """
         fragment = self._fragments[record.fragment]
         average = self._average(record, blobs, before)
@@ -299,7 +301,7 @@ class SiteArithmetic:
         return direction_in_mean(part_squared, product, mean_squared, norms.pop(index), norms)
 
     def _decoded(self, launch: Launch, encoded: Encoded, like: Tensor) -> Tensor:
-        """Decodes this rank's payload in the same way as all other sites."""
+        """Decodes this rank's payload in the same way as all other sites do."""
         all_reduce = self._exact_all_reduce
         if not encoded.sent.exact:
             all_reduce = self._rounding(launch.fragment, encoded.sent.round, launch.choice)
@@ -345,7 +347,7 @@ class SiteArithmetic:
         return sources
 
     def _sources(self, record: Record) -> list[_Source]:
-        """Returns the sources of a record, without payloads."""
+        """Returns the sources of a record without their payloads."""
         are_exact = [contribution.exact for contribution in record.counted]
         if record.mean:
             # The hub's mean replaces all contributions.
@@ -454,7 +456,7 @@ class SiteArithmetic:
         of_sites = dict[str, Tensor]()
         for index in indices[len(travelling) :]:
             place = state.own.places[index - travels]
-            # A site whose ranks share a tensor keeps its own values.
+            # If a tensor is shared by a site's ranks, the site keeps its own values.
             if not is_sharded(place.tensor):
                 of_sites[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
         return arrived_state._replace(own=of_sites)
@@ -481,7 +483,7 @@ class SiteArithmetic:
     def _sent(
         self, fragment: FragmentState, record: Record, sources: Sequence[_Source]
     ) -> dict[int, dict[str, Tensor]]:
-        """Returns the bytes of the untrained state that the counted sites or the hub sent, by
+        """Returns the bytes of the untrained state sent by the counted sites or the hub, keyed by
         tensor and sender.
         """
         travels = len(fragment.untrained.outer)
@@ -501,7 +503,7 @@ class SiteArithmetic:
         return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
-        """Returns the tensor of the first site, given the bytes of all sites on rank 0. In-group
+        """Returns the first site's tensor, given the bytes from all sites on rank 0. In-group
         collective.
         """
         if self._rank == 0:
@@ -521,7 +523,7 @@ class SiteArithmetic:
 
 
 def weighing_of(settings: Settings) -> Weighing:
-    """Returns the weighing for contributions that passed the hub's guard. The weighing has no
+    """Returns the weighing for contributions that have passed the hub's guard. The weighing has no
     state.
     """
     return settings.weighing or Aggregation(settings.outer.clip_norm)
@@ -535,9 +537,9 @@ def landed_rows(
     rule: LandingRule,
     ranks: Communicator,
 ) -> list[Tensor]:
-    """Gathers the values that a landing rule requests. The values come from the launch or are the
-    outer parameters ``after`` the record, which are already available as ``gathered``. In-group
-    collective.
+    """Gathers the values that a landing rule requests. The values come either from the launch or
+    from the outer parameters ``after`` the record, which are already available as ``gathered``.
+    In-group collective.
     """
     rows = []
     for row in rule.gathered(launch.gradient, launch.outer, after):
@@ -559,7 +561,7 @@ def _control_of(contribution: Contribution) -> Control:
 
 
 def _commit(fragment: FragmentState, outer: OuterState, encoded: Encoded | None) -> Commit:
-    """Builds the state of a fragment after a landing."""
+    """Builds a fragment's state after a landing."""
     commit = fragment.committed()._replace(outer=outer, memory=None, tuning=None)
     if encoded is not None:
         commit = commit._replace(memory=encoded.memory, tuning=encoded.tuning)
@@ -571,7 +573,7 @@ def _nbytes(fetches: Sequence[Fetch]) -> int:
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
-    """Returns the tensor sizes of a fragment's untrained state."""
+    """Returns the sizes of the tensors in a fragment's untrained state."""
     untrained = tuple(state.nbytes(index) for index in range(len(state.outer)))
     return Sizes(numel=0, untrained=untrained, own=tuple(state.own.nbytes()))
 
@@ -585,7 +587,7 @@ def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> byt
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[Fetch]:
-    """Lists the payloads of a record that a rank must fetch."""
+    """Lists the payloads that a rank must fetch for a record."""
     fetches = []
     for source, payloads in enumerate(record.sources):
         for place in places_of(rank, ranks, len(payloads)):
@@ -618,7 +620,9 @@ def _tested_values(seed: int) -> Tensor:
 
 
 def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
-    """Returns a digest of this site's compression, weights, mean and outer step on known values."""
+    """Applies this site's compression, weights, mean and outer step to known values and returns a
+    digest of the results.
+    """
     outer = _tested_values(0).to(device)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
     payloads = []

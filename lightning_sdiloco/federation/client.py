@@ -1,5 +1,5 @@
-"""The connections of a site to its hub, over gRPC or in memory. gRPC calls fail quickly while the
-hub is away and succeed again after it returns.
+"""A site's connections to its hub, over gRPC or in memory. gRPC calls fail quickly while the hub is
+unreachable and succeed again once it is back.
 """
 
 import itertools
@@ -47,12 +47,12 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-# The bytes per second below which a blob is eventually given up: half of 1 Mbit/s.
+# The rate in bytes per second below which a blob is eventually given up: half of 1 Mbit/s.
 LEAST_RATE = 64 << 10
 PATIENCE = 30.0  # seconds without progress after which a connection is given up
 _SILENT_HEARTBEATS = 4  # missed hub heartbeats after which the hub counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a recovered link is noticed at the next attempt
-_PAUSE = 0.2  # seconds before a blob is retried, doubled each time nothing moved
+_PAUSE = 0.2  # seconds before a blob is retried, doubled after each attempt that moves nothing
 _STUCK = 4
 # The seconds that a call may take if it must first connect.
 _CONNECTING = LONGEST_CONNECTING_MS / 1000 + 8.0
@@ -75,14 +75,12 @@ _Parts = list[list[int]]
 
 
 AnyLink = Any
-"""A `VirtualLink` of `federation.memory`, or None. That module imports this one, so the type is not
-named here."""
+"""A `VirtualLink` of `federation.memory`, or None. `federation.memory` imports this module, so the
+type cannot be named here."""
 
 
 class EventListener(Protocol):
-    """A connection that receives the events for a site and supplies the site's messages to the
-    hub.
-    """
+    """A connection that receives a site's events and supplies the site's messages to the hub."""
 
     hello_header: Header
     heartbeat_header: Header
@@ -103,12 +101,12 @@ class HubInMemory(Protocol):
 
 
 class _Attempt:
-    """A single attempt to transfer a blob in parts, using several threads.
+    """A single attempt to transfer a blob in parts, using multiple threads.
 
     Attributes:
         timeout: The time limit of the attempt in seconds.
-        calls: The calls of the attempt, which are cancelled when it ends.
-        progress: A counter that grows whenever bytes are transferred.
+        calls: The calls of the attempt, which are cancelled when the attempt ends.
+        progress: A counter that increases whenever bytes are transferred.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -140,8 +138,8 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """A gRPC client for a hub, with one connection for calls and events and several connections for
-    parts of blobs.
+    """A gRPC client for a hub, with one connection for calls and events and multiple connections
+    for parts of blobs.
     """
 
     def __init__(
@@ -214,8 +212,8 @@ class HubClient:
         return self._from_any(lambda: self._fetched(key, size))
 
     def get_small(self, wanted: Sequence[Payload]) -> dict[str, Bytes]:
-        """Fetches several blobs in one stream, which costs the hub about as much as a single
-        blob.
+        """Fetches multiple blobs in one stream, which costs the hub about as much as sending a
+        single blob.
         """
         size = sum(payload.size for payload in wanted)
         keys = b"".join(bytes.fromhex(payload.key) for payload in wanted)
@@ -314,8 +312,8 @@ class HubClient:
         return self._burst(up, at_once, size, _MOST_BYTES, time.perf_counter() + seconds)
 
     def _burst(self, up: bool, at_once: int, size: int, most: int = 0, until: float = 0.0) -> float:
-        """Sends concurrent pings over all connections until a time or a number of bytes is reached.
-        Returns the rate in bits per second.
+        """Sends concurrent pings over all connections until a time limit or a byte limit is
+        reached. Returns the rate in bits per second.
         """
         message = self._ping(size if up else 0, 0 if up else size)
         moments = list[float]()
@@ -345,7 +343,7 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: EventListener) -> None:
-        """Starts a thread that passes the hub's events and errors to a connection and the
+        """Starts a thread that passes the hub's events and errors to a connection, and the
         connection's hello and heartbeats to the hub.
         """
 
@@ -378,7 +376,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before the next attempt or until an event is set. Returns whether to try again."""
+        """Waits until the next attempt is due or an event is set. Returns whether to try again."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -525,7 +523,7 @@ class HubClient:
     def _at_once(
         self, tasks: Sequence[Callable[[], object]], progress: Callable[[], int]
     ) -> list[Failure]:
-        """Runs tasks that wait for calls concurrently and returns their failures."""
+        """Runs tasks that wait for calls in concurrent threads and returns their failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[object]] = set(futures)
         before = progress()
@@ -745,8 +743,8 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's connection to a hub in the same process. No messages are lost, and only a link
-    delays them.
+    """A site's connection to a hub in the same process. Messages are never lost and are delayed
+    only if there is a link.
     """
 
     def __init__(
@@ -808,7 +806,7 @@ class InProcessClient:
         return _Inline()
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Returns at once, because unsent messages are sent after the next hello."""
+        """Returns immediately, because unsent messages are sent after the next hello."""
         return False
 
     def listen(self, connection: EventListener) -> None:
@@ -831,7 +829,7 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: AnyLink, interval: float) -> None:
-        """Sends heartbeats at regular intervals, like the network threads of a training site."""
+        """Sends heartbeats at regular intervals, as the network threads of a training site do."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
@@ -855,7 +853,7 @@ class InProcessClient:
         self._down.carry(nbytes, partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Sends a heartbeat and lets the hub do any work that is due."""
+        """Sends a heartbeat and runs any work that is due at the hub."""
         if not self.is_connected:
             return
         try:

@@ -3,11 +3,11 @@ text is parsed strictly.
 
 [Note: read strictly] Text from the network or a disk is validated before use. The size is checked
 first. Every field is then checked against its type hint, including the metadata of an `Annotated`
-hint. ``int`` accepts non-negative whole numbers that fit into 64 bits, or the numbers in a `range`.
-``float`` accepts finite numbers of at least 0. ``str`` accepts up to 4,096 characters, up to a
-given number of characters, or only matches of a pattern. ``tuple[X, ...]`` accepts up to a given
-number of items, or a number of items in a `range`. A named tuple is written as a list of its
-fields, and a dataclass as an object of its fields. Dataclasses run further checks in
+hint. ``int`` accepts non-negative integers that fit in 64 bits, or the numbers in a `range`.
+``float`` accepts finite numbers of at least 0. ``str`` accepts up to 4,096 characters, unless the
+hint gives a different maximum or a pattern that the text must match. ``tuple[X, ...]`` accepts up
+to a given number of items, or any number of items in a `range`. A named tuple is written as a list
+of its fields, and a dataclass as an object with its fields. Dataclasses run further checks in
 ``__post_init__``. The error for an unknown, missing or duplicate field names that field. Bytes are
 not valid JSON, so only messages between the ranks of one site contain them.
 """
@@ -54,8 +54,8 @@ Index = Annotated[int, range(MOST_FRAGMENTS)]
 Positive = Annotated[int, range(1, 2**63)]
 
 RoundNumber = NewType("RoundNumber", int)
-"""The number of a fragment's round. Rounds start at 1, and 0 is the state before the first round.
-Do not confuse a round number with a fragment index or a step."""
+"""The number of a fragment's round. Numbering starts at 1, and 0 denotes the state before the first
+round. Do not confuse a round number with a fragment index or a step."""
 
 Round = Annotated[RoundNumber, range(1, 2**63)]
 Digest = Annotated[int, range(-(2**63), 2**63)]
@@ -74,9 +74,9 @@ class Message:
     """The base class of all dataclasses that are written as text.
 
     Attributes:
-        most_bytes: The maximum size of the text. Messages refer to payloads but do not contain
-            them.
-        sealed: True if the text contains its own key, which reveals any changed bit.
+        most_bytes: The maximum size of the text in bytes. Messages refer to payloads but do not
+            contain them.
+        sealed: True if the text contains its own key, so that any changed bit is detected.
     """
 
     most_bytes: ClassVar[int] = 128 << 10
@@ -107,7 +107,7 @@ class Message:
 
 
 def absent_if_empty(default: Default) -> Default:
-    """Declares a field that is omitted from the text if empty, because older ledgers lack the
+    """Declares a field that is omitted from the text if it is empty, because older ledgers lack the
     field.
     """
     return field(default=default, metadata={"absent_if_empty": True})
@@ -202,7 +202,7 @@ def read(hint: Hint, value: object, name: str) -> Any:
 @cache
 def _reader(hint: Hint) -> _Reader:
     """Returns the function that reads values of a type hint. Functions are cached, because a text
-    has many values of few types.
+    contains many values of only a few types.
     """
     limit = None
     form: Hint = get_origin(hint)

@@ -1,4 +1,4 @@
-"""User settings for a federation, including the hub, the founding terms, and how a site joins."""
+"""User settings for a federation, which cover the hub, the founding terms, and how a site joins."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -47,36 +47,38 @@ class Federation:
 
     Args:
         run: The name of the run.
-        hub: The address and port of the hub. If the hub may be restarted elsewhere, give several
+        hub: The address and port of the hub. If the hub may be restarted elsewhere, list multiple
             addresses, as in "a:29400,b:29400". If None, the hub starts automatically on the
             launcher's first host.
-        site: The name of this site. If the hub starts automatically, None selects the name of this
-            host.
+        site: The name of this site. If the hub starts automatically, the default is the name of
+            this host.
         keys: The site's key bundle, or the folder created by ``sdiloco keys init``. If the hub
-            starts automatically, None selects the keys in the hub's folder, which all hosts must be
-            able to read.
+            starts automatically, the default is the keys in the hub's folder, which all hosts must
+            be able to read.
         insecure: Whether to connect without TLS and ``keys``. The hub must also run without TLS.
         lease: The time in seconds that a round waits for a site whose heartbeats have stopped.
         grace: The time in seconds that a round stays open after its first contribution. Training
-            waits for a landing at most one second longer. With ``"auto"``, a round stays open for
-            ten seconds and training never waits.
-        quorum: The minimum number of sites in a round. The round waits for further sites until the
-            grace period ends. Alternatively, pass a `Quorum`, such as `DynamicBackup`, that decides
+            waits for a landing at most one second longer than this time. With ``"auto"``, a round
+            stays open for ten seconds and training never waits.
+        quorum: The minimum number of sites in a round. The round waits for more sites until the
+            grace period ends. Alternatively, pass a `Quorum`, such as `DynamicBackup`, to decide
             which sites to wait for.
         late: How to treat contributions that arrive after their round has closed. With ``"drop"``,
             the contribution is never counted, and local and outer parameters are mixed as usual. If
-            the next contribution is also late, that contribution is carried. With ``"carry"``, the
-            contribution remains in the local parameters and counts in a later round. Sites may use
-            different values.
-        patience: The maximum time in seconds to wait for the hub before training, or to continue
-            training without the hub. If the time is exceeded, the site stops with an error.
-        rounds: The number of rounds per fragment after which the run ends. With None, the run ends
+            the next contribution is also late, it is carried instead. With ``"carry"``, the
+            contribution remains in the local parameters and counts in a later round. Different
+            sites may use different values.
+        patience: The maximum time in seconds to wait for the hub before training starts, or to
+            continue training without the hub. If this time is exceeded, the site stops with an
+            error.
+        rounds: The number of rounds per fragment after which the run ends. If None, the run ends
             when its sites finish.
-        mean: Where contributions are averaged. With ``"sites"``, each site averages them. With
-            ``"hub"``, the hub averages them, encodes the mean again, and sends it to all sites. The
-            size of a site's downloads then does not grow with the number of sites.
+        mean: Where contributions are averaged. With ``"sites"``, each site averages all
+            contributions. With ``"hub"``, the hub averages all contributions, encodes the mean, and
+            sends it to all sites. Averaging at the hub keeps the size of a site's downloads
+            independent of the number of sites.
         sites: The number of hosts that start the run. If ``hub`` is also given, the hub starts
-            automatically at that address. Without ``hub``, None selects the number from the
+            automatically at that address. Without ``hub``, the default is the number given by the
             launcher. With ``hub``, None means that an operator has started the hub.
         folder: The folder for the ledger, payloads and keys of a hub that starts automatically. By
             default, the folder is ``hub-RUN`` next to the Trainer's checkpoints, or in the current
@@ -160,7 +162,7 @@ class Federation:
 
     @property
     def starts_hub(self) -> bool:
-        """Whether the hub starts automatically on the host of one of the sites."""
+        """True if the hub starts automatically on the host of one of the sites."""
         return self.hub is None or self.sites is not None
 
     def _require_name(self, argument: str, name: str | None) -> None:
@@ -187,8 +189,8 @@ class Federation:
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def located(self) -> "Federation":
-        """Returns the federation. If the hub starts automatically, the result contains the hub
-        address, the number of sites and the name of this site from the launcher.
+        """Returns a federation with complete settings. If the hub starts automatically, the
+        launcher supplies the missing hub address, number of sites and site name.
         """
         if not self.starts_hub:
             return self
@@ -196,7 +198,7 @@ class Federation:
         return replace(self, hub=place.hub, sites=place.sites, site=self.site or place.host)
 
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-        """Connects one of a site's ``ranks`` to the hub. All ranks must pass the same
+        """Connects one of the site's ``ranks`` to the hub. All ranks must pass the same
         incarnation.
         """
         channels = max(1, _CHANNELS // ranks)
@@ -212,7 +214,7 @@ class Federation:
         return HubConnection(client, rank, ranks, self.patience, self.lease)
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError if a training setting does not work with a federation."""
+        """Raises ValueError if a training setting is not supported in a federation."""
 
         def refuse(name: str, is_refused: bool, why: str) -> None:
             if is_refused:
@@ -262,8 +264,8 @@ class Federation:
                 )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Sends this site's run config to join the run and starts following records. The engine
-        calls this method.
+        """Joins the run with this site's run config and starts following records. The engine calls
+        this method.
         """
         self.check(rounds.settings)
         if topology.num_groups > 1:
@@ -311,8 +313,8 @@ class Federation:
         )
 
     def _prepared_hub(self, topology: Topology) -> HubOfRun | None:
-        """Prepares the hub that starts automatically, with keys for this site. Returns None if an
-        operator starts the hub.
+        """Prepares the hub that starts automatically and obtains this site's keys. Returns None if
+        an operator starts the hub.
         """
         if not self.starts_hub:
             return None
@@ -329,8 +331,9 @@ class Federation:
         return hub
 
     def _amended(self, ours: RunConfig, run_config: RunConfig, terms: Terms) -> RunConfig:
-        """Returns this site's run config after replacing amendable terms that match the current
-        terms by the founding terms. A site may use either of these.
+        """Returns this site's run config for comparison with the founding run config. An amendable
+        term that matches the run's current value is set to its founding value, because a site may
+        use either value.
         """
         if self.grace == "auto":
             ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))

@@ -1,16 +1,17 @@
-"""The coordinator of a run at the hub. The coordinator applies the rules, stores the decisions
+"""The coordinator of a run at the hub. The coordinator applies the rules, stores its decisions
 durably, and then informs the sites.
 
-Every call is made on behalf of a `Peer` whose permission has already been checked.
+Every call is made on behalf of a `Peer` whose permissions have already been checked.
 
-[Note: where data is kept] Records and notes are stored in a journal, which can write several of
-them atomically. Payloads and states are blobs in a store. A blob is durable before a record or a
-note names it. The store drops a blob once three conditions hold: no record or note names the blob,
-no message in transit can name it (`UnnamedBlobs`), and no connected site is fetching it.
+[Note: where data is kept] Records and notes are stored in a journal, which can write multiple
+records and notes atomically. Payloads and states are blobs in a store. A blob is stored durably
+before any record or note names it. The store drops a blob once three conditions hold: no record or
+note names the blob, no message in transit can name it (`UnnamedBlobs`), and no connected site is
+fetching it.
 
-[Note: one at a time] All changes to a run are made under a single lock. Blobs are transferred
-without the lock. Every method in this module follows the order in [Note: durable before visible] in
-`federation/ledger.py`.
+[Note: one at a time] All changes to a run are made under a single lock. The lock is not held while
+blobs are transferred. Every method in this module follows the order in [Note: durable before
+visible] in `federation/ledger.py`.
 """
 
 import itertools
@@ -78,10 +79,10 @@ Status = dict[str, Json]
 
 @dataclass
 class SiteStatistics:
-    """The statistics of a site for `Coordinator.status`. ``began`` contains the time at which each
-    blob started to arrive. The last heartbeat sets ``trained_steps``, ``lost_steps``, ``inner_lr``,
+    """A site's statistics for `Coordinator.status`. ``began`` contains the time at which each blob
+    started to arrive. Each heartbeat sets ``trained_steps``, ``lost_steps``, ``inner_lr``,
     ``cosine`` and ``against``. ``excluded`` contains the sources whose states the site has refused
-    since it last had a state.
+    since it last had a usable state.
     """
 
     heard_at: float = 0.0
@@ -237,7 +238,7 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Receives the run config of a site and returns the run config of the run."""
+        """Receives a site's run config and returns the run config on which the run is founded."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -277,7 +278,7 @@ class Coordinator:
             raise Missing("a site must send its run config before its hello.") from None
 
     def _ask_founder(self) -> str:
-        """Requests the state at round 0 from the founder once there are enough sites. Returns the
+        """Requests the state at round 0 from the founder once enough sites have joined. Returns the
         reason why sites are waiting.
         """
         if self._founding.missing:
@@ -293,8 +294,8 @@ class Coordinator:
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _found_again(self) -> None:
-        """Continues the run from the position of most sites. The ledger has no records, so a site
-        must send a snapshot immediately.
+        """Continues the run from the position that most sites share. The ledger has no records, so
+        a site must send a snapshot immediately.
         """
         founding = self._founding
         has_records = any(position.round for position in founding.base)
@@ -388,7 +389,9 @@ class Coordinator:
             self._wake()
 
     def is_present(self, site: str) -> bool:
-        """Returns whether a site has a lease. Before the founding, every site counts as present."""
+        """Returns whether a site has a lease. Before the run is founded, every site counts as
+        present.
+        """
         with self._lock:
             return self._ledger is None or site in self._ledger.present(self._clock())
 
@@ -412,7 +415,9 @@ class Coordinator:
     # Blobs and contributions
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Admits an incoming blob, which may be a run config or a payload or state of a member."""
+        """Admits an incoming blob, which may be a run config, or a payload or state from a
+        member.
+        """
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
@@ -443,7 +448,7 @@ class Coordinator:
             self.room.keep_unnamed(key, sender)
 
     def lacks_room(self, peer: Peer, about: Header, error: NoSpace) -> None:
-        """Handles a blob that the store has rejected for lack of space."""
+        """Handles a blob that the store has rejected because of a lack of space."""
         with self._lock:
             self.room.refuse(error)
             if about.get("kind") == "state":
@@ -532,7 +537,7 @@ class Coordinator:
         return Answer.OPEN.value
 
     def _require_size(self, contribution: Contribution) -> None:
-        """Raises Refused if the hub must average payloads that it cannot decode."""
+        """Raises Refused if the hub would have to average payloads that it cannot decode."""
         code = self.ledger.terms.hub_mean
         if code is None:
             return
@@ -548,8 +553,8 @@ class Coordinator:
     # Calls
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
-        """Answers a call from a site or an operator. `keys.MAY` lists the permitted calls of each
-        role.
+        """Answers a call from a site or an operator. `keys.MAY` lists the roles that may make each
+        call.
         """
         match name:
             case "hello":
@@ -604,7 +609,7 @@ class Coordinator:
 
     def _ask_for_state(self, peer: Peer, about: Header) -> Header:
         """Obtains a state for a site. If the site lacks only payloads that are intact at the hub,
-        the hub resends their records instead.
+        the hub resends the corresponding records instead.
         """
         without = read(tuple[str, ...], about.get("without"), "without")
         lacked_rounds = read(tuple[RoundId, ...], about.get("lacks", []), "lacks")
@@ -637,7 +642,7 @@ class Coordinator:
     def _note_refused(
         self, site: str, sources: Iterable[str], damaged: Collection[Payload]
     ) -> None:
-        """Notes that a site could not use the states of some sources."""
+        """Registers that a site could not use the states from some sources."""
         why = "its log says why"
         if damaged:
             why = "blobs of it are gone from the store, or were altered there"
@@ -706,8 +711,8 @@ class Coordinator:
                 snapshots.check(Record.from_bytes(text))
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Sends requests to other sites if the donor does not answer, has left, or sends no
-        heartbeats.
+        """Reassigns requests to other sites if the donor does not answer, has left, or no longer
+        sends heartbeats.
         """
         if self._states.give_up(self._ledger, gone):
             self._ask_founder()
@@ -736,8 +741,8 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Ends the run and announces the rounds to launch for, as described in [Note: the last
-        round].
+        """Ends the run and announces the rounds that sites should launch for, as described in
+        [Note: the last round].
         """
         with self._lock:
             ledger = self.ledger
@@ -772,7 +777,7 @@ class Coordinator:
         return terms
 
     def _roll_back(self, round: RoundNumber) -> int:
-        """Drops the first record of a later round and all subsequent records, and reloads the
+        """Drops the first record after the given round and all subsequent records, and reloads the
         ledger.
         """
         with self._lock:
@@ -886,7 +891,7 @@ class Coordinator:
     # The clock
 
     def resumed(self, seconds: float) -> None:
-        """Handles a pause of the hub's process for the given number of seconds."""
+        """Extends the leases of all sites if the hub's process was paused for a long time."""
         with self._lock:
             if self._ledger and seconds > self._ledger.terms.lease / 2:
                 log.warning(
@@ -924,13 +929,13 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _lasting_trouble(self, now: float) -> str | None:
-        """Returns the most important lasting problem, such as lack of space, lost payloads, missing
-        sites, or sites with more records than this hub.
+        """Returns the most important lasting problem, such as a lack of space, lost payloads,
+        missing sites, or sites with more records than this hub.
         """
         if self._ledger is None:
             return self.room.trouble
         self._lost.forget_unneeded(self._ledger, now)
-        # A mean for which the store had no space is still waiting for it.
+        # A mean that did not fit in the store is still waiting for space.
         waiting_for_room = self.trouble if self._ledger.closing else None
         return (
             self.room.trouble
@@ -946,7 +951,7 @@ class Coordinator:
         return None if advice and self.journal.notes("rolled_back") else advice
 
     def _close_due(self, now: float) -> str | None:
-        """Forwards complete states and closes due rounds. Returns the reason if this fails."""
+        """Forwards complete states and closes due rounds. If this fails, returns the reason."""
         try:
             self._hand_on()
             if self._ledger:
@@ -961,8 +966,8 @@ class Coordinator:
         return None
 
     def _announce_trouble(self, before: str | None, now: float) -> None:
-        """Logs the reason why rounds stay open and sends the reason to the sites. Sites are
-        informed once per lease, because new sites may have joined.
+        """Logs the reason why rounds stay open and sends it to the sites. Sites are informed once
+        per lease, because new sites may have joined.
         """
         is_new = self.trouble != before
         if self.trouble and is_new:
@@ -985,8 +990,8 @@ class Coordinator:
             log.info("run %s has ended", self.run)
 
     def _average(self) -> None:
-        """Averages closing rounds one at a time. The lock is not held, so the run continues in the
-        meantime.
+        """Averages closing rounds one at a time. The lock is not held during averaging, so the run
+        continues in the meantime.
         """
         if self._ledger is None or not self._ledger.closing:
             return
@@ -1008,8 +1013,8 @@ class Coordinator:
             self._averaging.release()
 
     def _close_with_mean(self, record: Record, note: str, old_key: str) -> None:
-        """Averages and closes a round. Also updates the note, which contains the residual's key in
-        the store.
+        """Averages and closes a round. Also updates the note that contains the key of the residual
+        in the store.
         """
         from lightning_sdiloco.federation.mean import averaged  # only such a hub needs numpy
 
@@ -1031,8 +1036,9 @@ class Coordinator:
                 self.room.drop(old_key)
 
     def _call(self, contribution: Contribution | None = None) -> None:
-        """Announces each round that sites should launch for, but only once. A contribution with
-        large payloads is announced early so that sites can fetch them before it counts.
+        """Announces the rounds that sites should launch for. Each round is announced only once. A
+        contribution with large payloads is announced early so that sites can fetch the payloads
+        before the contribution counts.
         """
         if contribution:
             is_small = all(payload.size <= CHUNK for payload in contribution.payloads)
@@ -1050,7 +1056,7 @@ class Coordinator:
 def _founded_run_config(
     run: str, journal: SQLiteLedger, sites: int | None, refound: bool
 ) -> RunConfig | None:
-    """Returns the run config from the journal, or None if sites must found the run."""
+    """Returns the run config from the journal, or None if the run has not been founded yet."""
     text = journal.notes("run_config").get("run_config")
     if not text:
         if sites is None:
@@ -1074,7 +1080,7 @@ def _founded_run_config(
 
 
 def _amendments(changes: object) -> dict[str, Json]:
-    """Validates and returns the terms that an operator changes."""
+    """Validates and returns an operator's changes to the terms."""
     if not isinstance(changes, dict):
         raise Malformed("the terms are not a JSON object.")
     unknown = sorted(map(str, changes.keys() - _TERMS.keys()))

@@ -1,13 +1,14 @@
-"""The epoch of a hub. The epoch is a number stored next to the ledger and grows with each start of
-the run's hub.
+"""The epoch of a hub, which is a number stored next to the ledger. The epoch increases each time
+the run's hub starts.
 
 [Note: two hubs] A ledger is locked while a hub serves it. The lock is not enough if a file system
 drops the locks of a lost host and a second hub starts while the first one is still running. Each
-hub therefore writes its epoch next to the ledger and checks before each write, and before it drops
-blobs, that the file is unchanged. If two hubs run, only the later one writes. Every answer of a hub
-contains the epoch, and a site ignores a hub whose epoch is earlier than one already seen. An epoch
-is at least the start time of the hub in seconds, so a hub that starts on a new or copied ledger
-also gets a later epoch.
+hub therefore writes its epoch to a file next to the ledger. Before each write to the ledger and
+before dropping blobs, the hub checks that this file is unchanged. If two hubs are running, only the
+hub that started later writes. Every answer from a hub contains the epoch, and a site ignores a hub
+whose epoch is earlier than an epoch that the site has already seen. An epoch is no lower than the
+start time of the hub in seconds, so a hub that starts on a new or copied ledger also gets a later
+epoch.
 """
 
 import os

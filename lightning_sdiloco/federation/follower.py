@@ -1,25 +1,26 @@
 """The follower, which applies the rules on a site. The follower decides when the site launches and
-lands, and what happens to the site's own training.
+lands fragments, and what happens to the site's own training.
 
 The follower does not access tensors. The engine, which owns the follower, provides the digests of
 the outer parameters and applies each `MergeAction` to the values.
 
-[Note: the weight of a site] Every inner step adds to the training that a site *holds* for every
-fragment. Held training consists of steps and of samples, which are the weight. A launch moves all
-held training into the flight. A landing decides what happens to the flight and to the training
-since the launch, as described in `MergeAction`. Every sample is therefore in exactly one place:
-held, in flight, counted in one record, or dropped for a reason given by the landing. No sample
-counts twice, and no sample that was sent is lost.
+[Note: the weight of a site] Every inner step adds to the training that a site *holds* for each
+fragment. Held training consists of steps and samples, and the number of samples is the weight. A
+launch moves all held training into the flight. A landing determines what happens to the flight and
+to the training since the launch, as described in `MergeAction`. Every sample is therefore in
+exactly one place: held, in flight, counted in one record, or dropped for a reason given by the
+landing. No sample counts twice, and no sample that was sent is lost.
 
-[Note: what an earlier incarnation has launched] A killed incarnation may have launched training
-that the next incarnation's checkpoint contains, along with later training. If that launch was
-counted, the next incarnation takes the outer values before its first step. A launch *stands* if its
-round is still open. In this case, the next incarnation restarts from the outer values before its
-first step. All training that the site holds afterwards is *apart* from the standing launch. The
-standing launch therefore lands like a contribution of another site. The local parameters move by
-the same amount as the outer parameters, and all training since the restart is kept. The checkpoint
-stores the standing launch so that no later incarnation restarts again. The hub accepts no second
-launch of the site for that round, so the site does not launch.
+[Note: what an earlier incarnation has launched] The checkpoint of an incarnation may contain
+training that an earlier, killed incarnation has already launched, along with later training. If
+that launch was counted, the new incarnation replaces its local values with the outer values before
+its first step. A launch *stands* if its round is still open. If a launch stands, the new
+incarnation restarts from the outer values before its first step. All training that the site holds
+after the restart is *apart* from the standing launch. The standing launch therefore lands like a
+contribution from another site. The local parameters move by the same amount as the outer
+parameters, and all training since the restart is kept. The checkpoint stores the standing launch so
+that no later incarnation restarts again. The hub accepts no second launch from the site for that
+round, so the site does not launch again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,7 @@ class InFlight:
 
 @dataclass
 class Progress:
-    """The progress of a site on one fragment.
+    """A site's progress on one fragment.
 
     Attributes:
         fragment: The index of the fragment.
@@ -96,13 +97,14 @@ class Progress:
         refused: The key of the last record that was measured against different outer parameters.
         late: The action for a contribution that arrives too late.
         dropped: True if the last contribution was dropped because it was late.
-        too_long: A bit for each recent contribution that either counted or was left out by the
-            guard. The lowest bit is the latest contribution, and 1 means left out.
+        too_long: One bit for each recent contribution that either counted or was left out by the
+            guard. The lowest bit represents the latest contribution, and a value of 1 means left
+            out.
         is_fresh: True if the held training contains nothing that this site has already launched.
         lost_steps: The number of inner steps in launches dropped since the start of this
             incarnation.
         apart: The launch in an open round that is apart from the held training.
-        standing: The launch of this site in the hub's open round.
+        standing: This site's launch in the hub's open round.
     """
 
     fragment: int
@@ -135,8 +137,8 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """True if all closed rounds have landed, apart from the round of a flight that is not due
-        yet and later rounds.
+        """True if all closed rounds have landed, except for the round of a flight that is not yet
+        due and any later rounds.
         """
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
@@ -149,7 +151,7 @@ class Progress:
 
     @property
     def wants_state(self) -> bool:
-        """True if the state is wrong or outdated and cannot be updated soon from records."""
+        """True if the state is wrong or outdated and cannot soon be updated from records."""
         if self.digest is None or self.lag > RETENTION:
             return True
         return self.lag > 0 and (not self.can_fetch or self.lacks_payloads)
@@ -174,8 +176,8 @@ class Progress:
 
     @property
     def stands(self) -> bool:
-        """True if the next round to land already has a launch of this site and accepts no second
-        one.
+        """True if the next round to land already has a launch from this site and accepts no second
+        launch.
         """
         return self.standing is not None and self.standing.round == self.next_round
 
@@ -217,7 +219,7 @@ class Progress:
         return True
 
     def begin_again(self) -> None:
-        """Resets the progress because the local parameters are replaced by the outer parameters."""
+        """Resets the progress when the local parameters are replaced by the outer parameters."""
         self.flight = None
         self.is_fresh = True
         self.drop()
@@ -235,7 +237,7 @@ class Progress:
         self.drop()
 
     def found_again(self, closed: Position, start: Position) -> None:
-        """Continues in a run that was refounded at some round."""
+        """Continues in a run that has been refounded at some round."""
         # A minority of sites may have applied rounds that do not exist in the refounded run. These
         # sites take the state of another site.
         if self.applied.round >= closed.round and self.applied != closed:
@@ -244,8 +246,8 @@ class Progress:
 
     def meet_hub(self, closed: Position, kept_from: int) -> None:
         """Updates the progress with the hub's position. The hub resends its call and all records
-        that have not landed. Calls and records received earlier may not exist in the hub's run,
-        because they came from another hub or were rolled back.
+        that have not landed. Calls and records received earlier may not exist in the hub's run if
+        they came from another hub or were rolled back.
         """
         self.call = None
         self.skipped = 0
@@ -290,7 +292,7 @@ class Progress:
             self.lacking.add(record.round)
 
     def _continues(self, record: Record) -> bool:
-        """Returns whether a record fits into this site's chain of records."""
+        """Returns whether a record fits in this site's chain of records."""
         same_round = self.records.get(record.round, record)
         before = self.records.get(record.round - 1)
         after = self.records.get(record.round + 1)
@@ -358,7 +360,9 @@ class Progress:
         self.lacking = {round for round in self.lacking if round > applied.round}
 
     def passed(self, round: RoundNumber, site: str) -> MergeAction:
-        """Returns the combined effect of all records up to a round that have not landed yet."""
+        """Returns the combined effect of all records up to the given round that have not yet
+        landed.
+        """
         actions = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
@@ -395,7 +399,7 @@ _MOST_LEFT_OUT = 8
 
 
 class Follower:
-    """Follows the records of a run for one site. Times are in seconds on a monotonic clock."""
+    """Follows a run's records on behalf of one site. Times are in seconds on a monotonic clock."""
 
     def __init__(
         self,
@@ -418,7 +422,7 @@ class Follower:
         self._finishing = False
         # The inner steps of this incarnation.
         self._trained_steps = 0
-        # The inner learning rate at the last launch, if the owner knows it.
+        # The inner learning rate at the last launch, if the owner has provided it.
         self.inner_lr: float | None = None
         # The direction of the last counted contribution in percent, and a bit for each recent
         # contribution. The bit is 1 if the contribution pointed against the other sites.
@@ -433,8 +437,8 @@ class Follower:
     # The hub
 
     def found(self, digests: Sequence[int]) -> None:
-        """Starts at round 0 with the outer parameters of this site. Only the founder calls this
-        method, and only once.
+        """Starts at round 0 with this site's outer parameters. Only the founder calls this method,
+        and only once.
         """
         for progress, digest in zip(self.fragments, digests, strict=True):
             progress.digest = digest
@@ -448,7 +452,7 @@ class Follower:
 
     def welcome(self, welcome: Welcome) -> list[int]:
         """Updates the progress with the hub's position. Returns the fragments whose local
-        parameters are replaced by the outer parameters.
+        parameters must be replaced by the outer parameters.
         """
         if welcome.founded_again:
             for progress, closed in zip(self.fragments, welcome.closed, strict=True):
@@ -474,8 +478,8 @@ class Follower:
         return beginning_again
 
     def _require_same_history(self, progress: Progress, closed: Position) -> None:
-        """Raises AgreementError if the hub has different records than this site or fewer than the
-        site has applied.
+        """Raises AgreementError if the hub's records differ from this site's records, or if the hub
+        has fewer records than this site has applied.
         """
         if closed.round < progress.applied.round:
             raise AgreementError(
@@ -489,8 +493,8 @@ class Follower:
             raise progress.parted(closed.round)
 
     def lose(self, now: float, why: str = "") -> None:
-        """Handles a failed attempt to reach the hub. Training continues until the patience runs
-        out.
+        """Handles a failed attempt to reach the hub. Training continues until the hub has been
+        unreachable for ``patience`` seconds.
         """
         self.reachable = False
         if self._alone_since is None:
@@ -610,8 +614,8 @@ class Follower:
         return calls
 
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Launches a fragment. The contribution is encoded while training continues and finished by
-        `complete`.
+        """Launches a fragment. The contribution is encoded while training continues and is finished
+        by `complete`.
         """
         progress = self.fragments[fragment]
         assert progress.digest is not None, "a fragment without outer parameters cannot launch"
@@ -648,8 +652,8 @@ class Follower:
         return flight.own
 
     def outstanding(self) -> list[Contribution]:
-        """Returns the contributions to resend after a hello. These belong to flights whose round is
-        not known to be closed or whose payloads the hub has lost.
+        """Returns the contributions to resend after a hello. The contributions belong to flights
+        whose round is not known to be closed or whose payloads the hub has lost.
         """
         contributions = []
         for progress in self.fragments:
@@ -703,8 +707,8 @@ class Follower:
         return longest_wait
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
-        """Lands a record. Pass the digests of this site's outer parameters before and after the
-        record.
+        """Lands a record. Pass the digests of this site's outer parameters before and after
+        applying the record.
         """
         progress = self.fragments[record.fragment]
         if before != record.digest:
@@ -725,7 +729,7 @@ class Follower:
         return action
 
     def _judge(self, progress: Progress, record: Record) -> None:
-        """Counts how often the guard has left out this site and raises AgreementError if the limit
+        """Counts how often the guard has left this site out and raises AgreementError if the limit
         is reached.
         """
         left_out = record.without(self.site)
@@ -744,12 +748,12 @@ class Follower:
 
     @property
     def against(self) -> int:
-        """The number of recent contributions that pointed against the other sites."""
+        """The number of recent contributions that pointed against the mean of the other sites."""
         return self._directions.bit_count()
 
     def judge_direction(self, direction: Direction) -> bool:
         """Stores the direction of a contribution. Returns whether this site's contributions have
-        just started to point against the other sites.
+        just started to point against the mean of the other sites.
         """
         pointed_against = self.against >= AGAINST
         self._cosine = round(100 * direction.cosine)
@@ -759,7 +763,7 @@ class Follower:
     # States
 
     def header(self) -> StateHeader:
-        """Returns the header of this site's state, for use as a donor. Call this method only
+        """Returns the header of the state that this site provides as a donor. Call this method only
         between landings.
         """
         digests = tuple(
@@ -796,7 +800,7 @@ class Follower:
         return {"fragments": [_saved(progress) for progress in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Json], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This incarnation continues where the saved
+        """Restores the state that `state_dict` returned. This incarnation continues where the saved
         incarnation stopped.
         """
         hints = get_type_hints(Progress, include_extras=True)
@@ -822,7 +826,7 @@ def _saved(progress: Progress) -> dict[str, Json]:
 
 
 def _require_sound(progress: Progress, position: Position, expected: int, digest: int) -> None:
-    """Raises Refused if a state was damaged, is too old, or differs from the records."""
+    """Raises Refused if a state is damaged, is too old, or differs from the records."""
     fragment = progress.fragment
     if expected != digest:
         raise Refused(

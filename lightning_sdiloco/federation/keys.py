@@ -1,7 +1,7 @@
 """The keys of a federation and the calls that their holders may make to a hub.
 
-An authority is stored in a folder. Each holder has a bundle file, which contains the run, role and
-name of the holder. A hub checks every call with `peer_of` before reading anything else.
+An authority is stored in a folder. Each holder has a bundle file, which contains the holder's run,
+role and name. A hub checks every call with `peer_of` before reading anything else.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
     """Creates a key bundle for a holder. Earlier bundles remain valid until they expire or until
-    all keys of the holder are revoked.
+    all of the holder's keys are revoked.
     """
     folder = Path(folder)
     if role not in ROLES:
@@ -195,7 +195,7 @@ def _require_role(path: Path, role: Role) -> None:
 
 
 def _extensions(identity: Identity) -> dict[Extra, bool]:
-    """Returns the extensions of a holder's certificate. A value of True marks a critical
+    """Returns the extensions for a holder's certificate. A value of True marks a critical
     extension.
     """
     x509 = extra("cryptography.x509")
@@ -267,7 +267,7 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Loads the bundle from a file, or the bundle of ``name`` from the authority's folder."""
+    """Loads a bundle from a file, or the bundle for ``name`` from the authority's folder."""
     path = Path(keys)
     folder = None
     if path.is_dir():

@@ -1,18 +1,18 @@
-"""The ledger of a run, which holds the sites and their contributions and decides which rounds
-close. Methods take the time as an argument and return closed rounds as records.
+"""A run's ledger, which tracks the sites and their contributions and decides which rounds close.
+Methods take the time as an argument and return closed rounds as records.
 
-[Note: durable before visible] The ledger performs no input or output. For each change, the hub
-follows four steps. The hub first queries the ledger with `examine` or `due`, which change nothing.
-The hub then stores the change durably and reports it to the ledger with `contribute` or `append`.
-Only after that does the hub inform the sites, for example of new `calls`. The hub makes no other
-call between ``due`` and the last ``append``.
+[Note: durable before visible] The ledger performs no input or output. The hub makes each change in
+four steps. The hub first queries the ledger with `examine` or `due`, which change nothing. The hub
+then stores the change durably and reports the change to the ledger with `contribute` or `append`.
+Finally, the hub informs the sites, for example of new `calls`. The hub makes no other call to the
+ledger between ``due`` and the last ``append``.
 
-[Note: the last round] The result of a last round replaces the parameters of all sites. No later
+[Note: the last round] The result of the last round replaces the parameters of all sites. No later
 round corrects rounding errors, so only float32 contributions count. If the run config sets the
 number of rounds, all sites recognize the last round when they launch. An operator may end a run at
 any time, even while an inexact round is open or an inexact contribution is in transit. The open
-round then closes as usual, with an outer step. The hub calls the following round as the last,
-although no site has launched for it.
+round then closes as usual, with an outer step. The hub then calls the following round as the last
+round, even though no site has launched for it.
 """
 
 import math
@@ -110,7 +110,9 @@ class Founding:
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """The position of most sites in each fragment, from which a refounded run continues."""
+        """The position in each fragment that most sites share, from which a refounded run
+        continues.
+        """
         positions = []
         for held in zip(*(hello.applied for hello in self.hellos.values()), strict=True):
             votes = Counter(held)
@@ -121,7 +123,7 @@ class Founding:
 
     @property
     def founder(self) -> str:
-        """The site that provides the outer parameters of round 0, chosen as the first by name."""
+        """The first site by name, which provides the outer parameters of round 0."""
         self._founder = self._founder or min(self.hellos)
         return self._founder
 
@@ -135,7 +137,8 @@ class Answer(Enum):
 @dataclass
 class Member:
     """A site with a lease that ends at ``until``. A member ``follows`` if its state is recent
-    enough to contribute. ``followed_at`` is the time of the first report that the member follows.
+    enough to contribute. ``followed_at`` is the time at which the member first reported that it
+    follows.
     """
 
     incarnation: str
@@ -170,8 +173,8 @@ class OpenRound:
 
 
 class Ledger:
-    """Decides which contributions count. The hub calls the methods in the order of [Note: durable
-    before visible].
+    """Decides which contributions count. The hub calls the methods in the order described in [Note:
+    durable before visible].
     """
 
     def __init__(
@@ -215,7 +218,7 @@ class Ledger:
         self._expect_earlier_sites(now)
 
     def resume(self, now: float) -> None:
-        """Extends the leases of all sites after a pause of the hub, because the hub has missed
+        """Extends the leases of all sites after the hub was paused, because the hub has missed
         heartbeats and may have lost connections.
         """
         self._expects_until = now + self.terms.lease
@@ -224,8 +227,8 @@ class Ledger:
         self._expect_earlier_sites(now)
 
     def _expect_earlier_sites(self, now: float) -> None:
-        """Waits one lease for earlier sites after a start or pause of the hub, because these sites
-        may not have reconnected yet.
+        """Waits for earlier sites for the length of one lease after the hub has started or was
+        paused, because these sites may not have reconnected yet.
         """
         contributions = list[Contribution]()
         for history in self.history:
@@ -263,7 +266,7 @@ class Ledger:
         return bool(member and member.connected and member.incarnation == hello.incarnation)
 
     def conflict_of(self, hello: Hello, now: float) -> str | None:
-        """Returns an error text if another incarnation is connected under the name of a site."""
+        """Returns an error text if another incarnation is connected under the same site name."""
         member = self.members.get(hello.site)
         if member is None or member.incarnation == hello.incarnation:
             return None
@@ -330,14 +333,14 @@ class Ledger:
         return self.members[site].follows and self.behind(site) <= RETENTION
 
     def _contributors(self, now: float) -> list[str]:
-        """Lists the sites that can contribute. Such a site has a valid lease, and all records that
-        it has not applied are still available.
+        """Lists the sites that can contribute. A site can contribute if it has a valid lease and
+        all records that it has not applied are still available.
         """
         return [site for site in self.present(now) if self.can_contribute(site)]
 
     def lost_quorum(self, now: float) -> str | None:
-        """Describes the missing sites if there are too few for any round to close. Returns None if
-        there are enough or if no site is waiting.
+        """Describes the missing sites if there are too few sites for any round to close. Returns
+        None if there are enough sites or if no site is waiting.
         """
         present = self.present(now)
         fewest = self.quorum.fewest(len(present))
@@ -447,8 +450,8 @@ class Ledger:
             round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Lists the rounds to launch for. These are all open rounds and, if an operator ends the
-        run, the last round of every fragment.
+        """Lists the rounds that sites should launch for. The list contains all open rounds and, if
+        an operator has ended the run, the last round of every fragment.
         """
         fragments = list(self.open)
         if self._ending:
@@ -498,8 +501,8 @@ class Ledger:
         return records
 
     def _record(self, fragment: int, majority: Sequence[Contribution], seq: int) -> Record:
-        """Creates the record of a closing round, with a reason for each site that does not
-        count.
+        """Creates the record of a closing round, with a reason for each site whose contribution
+        does not count.
         """
         too_long = self._too_long(fragment, majority)
         counted = tuple(launched for launched in majority if launched.site not in too_long)
@@ -640,7 +643,7 @@ class Ledger:
 
     def next_due(self, now: float) -> float:
         """Returns the time at which to call `due` again if nothing happens earlier. The result is
-        the next end of a grace period, a lease or a tie.
+        the time at which the next grace period, lease or tie ends.
         """
         deadlines = [member.until for member in self.members.values()]
         for fragment, round in self.open.items():
@@ -659,8 +662,8 @@ class Ledger:
         self._ending = True
 
     def amend(self, terms: Terms, quorum: Quorum) -> None:
-        """Replaces the terms of the run. An open round that would have been the last now closes
-        like any other round.
+        """Replaces the terms of the run. An open round that would have been the last round now
+        closes like any other round.
         """
         self.terms = terms
         self.quorum = quorum
@@ -705,7 +708,7 @@ class Ledger:
     @property
     def kept_from(self) -> tuple[int, ...]:
         """The first round of each fragment whose payloads are kept. The hub keeps the payloads of
-        the last rounds and of all rounds since the snapshot.
+        the most recent rounds and of all rounds since the snapshot.
         """
         snapshot = self.snapshots.best
         in_snapshot = snapshot.applied if snapshot else self.closed
@@ -716,8 +719,8 @@ class Ledger:
 
     def fetched_from(self, now: float) -> tuple[int, ...]:
         """Returns the first round of each fragment whose payloads are kept or still being fetched.
-        A following site fetches the rounds that it has not applied. A site that falls too far
-        behind needs a state instead.
+        A site that follows the run fetches the rounds that it has not applied. A site that falls
+        too far behind needs a state instead.
         """
         rounds = list(self.kept_from)
         for site in self.present(now):

@@ -1,8 +1,8 @@
 """Tracks payloads of closed rounds that are missing from the store or were altered there.
 
-A site that needs a lost payload reports this to the hub repeatedly. The hub then sends the state of
-a site that has applied the round. Alternatively, a site that still has the payload in flight
-resends it, and the hub resends the record.
+A site that needs a lost payload repeatedly reports the loss to the hub. The hub then sends the
+state of another site that has applied the round. Alternatively, a site that still has the payload
+in flight resends it, and the hub resends the record.
 
 The coordinator owns the `LostPayloads` of its run. The coordinator holds its lock during every call
 except `damaged`, which reads payloads.
@@ -37,7 +37,7 @@ class LostPayloads:
         return self.damaged_blobs(payloads)
 
     def damaged_blobs(self, blobs: Iterable[Payload]) -> list[Payload]:
-        """Returns the blobs that are gone or were altered, and drops these."""
+        """Returns the blobs that are missing or were altered. Altered blobs are dropped."""
         return [blob for blob in blobs if not self._is_unaltered(blob)]
 
     def _is_unaltered(self, payload: Payload) -> bool:
@@ -51,7 +51,7 @@ class LostPayloads:
         return True
 
     def note(self, record: Record, payloads: Iterable[Payload]) -> None:
-        """Stores and logs the loss of a record's payloads."""
+        """Registers and logs the loss of a record's payloads."""
         if _id_of(record) in self._records:
             return
         self._records[_id_of(record)] = record
@@ -78,7 +78,9 @@ class LostPayloads:
                 del self._records[round_id]
 
     def trouble(self, ledger: Ledger, now: float) -> str | None:
-        """Describes which sites wait for the first affected round and what can unblock them."""
+        """Describes which sites are waiting for the first affected round and what can unblock
+        them.
+        """
         for round_id, record in self._records.items():
             waiting = _waiting(ledger, round_id, now)
             if waiting:

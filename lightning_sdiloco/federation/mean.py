@@ -1,8 +1,8 @@
 """Averaging at the hub, which combines the payloads of all sites into one payload for all sites to
 fetch.
 
-This module needs only numpy, which Lightning installs, so a hub runs without torch. The hub stores
-the rounding error of each mean and adds it to the next mean of the fragment.
+This module needs only numpy, which Lightning installs, so a hub can run without torch. The hub
+stores the rounding error of each mean and adds it to the fragment's next mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ _LEVELS = np.array([sign * level for sign in (1.0, -1.0) for level in _MAGNITUDE
 
 
 def has_sizes(contribution: Contribution, sizes: Sizes, code: str) -> bool:
-    """Returns whether the payload sizes of a site match the shards of its ranks.
+    """Returns whether a site's payload sizes match the shards of its ranks.
 
     The first rank also sends all changed tensors of the untrained state.
     """
@@ -106,8 +106,8 @@ def averaged(
     Args:
         record: The record, whose counted contributions are added in order.
         get: A function that returns the payload for a key.
-        sizes: The sizes of the fragment. In each site's first payload, the untrained state follows
-            the values.
+        sizes: The sizes of the fragment. In the first payload of each site, the untrained state
+            follows the values.
         code: The code of the outer gradients and their mean, ``"fp4"`` or ``"fp32"``.
         residual: The residual of the previous mean as float32 bytes.
     """
@@ -166,8 +166,8 @@ def has_nan(values: bytes, number: str) -> bool:
 
 
 def elementwise_mean(rows: Sequence[Numbers]) -> Numbers:
-    """Returns the plain mean over the sites. A value that is identical at all sites keeps its bits.
-    Sites with a non-finite value that differs between sites are left out.
+    """Returns the plain mean over the sites. A value that is identical at all sites is returned
+    unchanged. A site is left out if any of its non-finite values differs between sites.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]

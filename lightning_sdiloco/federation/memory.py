@@ -1,8 +1,8 @@
 """An in-memory hub for simulations and tests, in real or virtual time.
 
-[Note: whose turn it is] The site whose clock is furthest behind always has the next turn, and that
-clock defines the time. Messages in transit arrive before a later turn starts. Results therefore do
-not depend on the speed of the machine.
+[Note: whose turn it is] The site whose clock is furthest behind always takes the next turn, and its
+clock defines the current time. Messages in transit arrive before any later turn starts. Results
+therefore do not depend on the speed of the machine.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of several sites. ``until`` runs the turns of the other sites, as described in
+    """The clocks of multiple sites. ``until`` runs the turns of the other sites, as described in
     [Note: whose turn it is].
     """
 
@@ -33,15 +33,13 @@ class VirtualTime:
         self._numbers = count()
 
     def schedule(self, time: float, act: Callable[[], object]) -> None:
-        """Schedules an action. Actions scheduled for the same time run in the order of the
-        calls.
+        """Schedules an action. Actions scheduled for the same time run in the order in which they
+        were scheduled.
         """
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), act))
 
     def passes(self, site: int, seconds: float) -> None:
-        """Advances the clock of the current site. The other sites take their turns in the
-        meantime.
-        """
+        """Advances the current site's clock. The other sites take their turns in the meantime."""
         end = self.now + seconds
         self._clocks[site] = end
         self._until(
@@ -58,7 +56,7 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The link of a site, with delays for payloads and states. The minimum length of a wait is
+    """A site's link, which delays payloads and states. The minimum length of a wait is
     ``moment``.
     """
 

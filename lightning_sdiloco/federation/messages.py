@@ -65,7 +65,7 @@ class RoundId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The round and key of the last record of a fragment."""
+    """The round and key of a fragment's last record."""
 
     round: RoundNumber
     key: Key
@@ -110,7 +110,7 @@ class Contribution(Message):
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
-        """The reason why the contribution can never count, or an empty string if it can."""
+        """The reason why the contribution can never count, or an empty string if it can count."""
         if not self.finite:
             return "not finite"
         # The last mean includes every site, even if it has not trained since its last contribution.
@@ -119,7 +119,7 @@ class Contribution(Message):
 
 class LeftOut(NamedTuple):
     """The reason why a contribution or its buffers do not count. If the contribution is too long or
-    the buffers are too large, ``times`` is the ratio to the usual length or size.
+    its buffers are too large, ``times`` is the ratio to the usual length or size.
     """
 
     site: Name
@@ -158,7 +158,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Message):
-    """The contributions that make up a round of a fragment."""
+    """The contributions that make up one round of a fragment."""
 
     seq: int
     fragment: Index
@@ -199,8 +199,8 @@ class Record(Message):
         return None if index < 0 else self.counted[index]
 
     def index_of(self, site: str) -> int:
-        """Returns the index of a site's contribution among the counted ones, or -1 if it does not
-        count.
+        """Returns the index of a site's contribution among the counted contributions, or -1 if it
+        does not count.
         """
         for index, contribution in enumerate(self.counted):
             if contribution.site == site:
@@ -224,9 +224,7 @@ class Record(Message):
         return sites
 
     def why(self, site: str) -> str:
-        """Explains why a site's contribution does not count and what the contribution was compared
-        with.
-        """
+        """Explains why a site's contribution does not count and what it was compared with."""
         left_out = self.without(site)
         if left_out is None:
             return "it is not in this record"
@@ -245,8 +243,8 @@ class Record(Message):
 
     @classmethod
     def from_bytes(cls, text: bytes) -> "Record":
-        """Reads a record and rejects contributions that cannot form one round, because sites that
-        applied such a record would diverge.
+        """Reads a record. A record whose contributions cannot form one round is rejected, because
+        sites that applied such a record would diverge.
         """
         record = super().from_bytes(text)
         sites = [contribution.site for contribution in record.counted]
@@ -274,8 +272,8 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """A request to launch for a round. The hub sends calls for the last round and for rounds in
-    which a site has launched.
+    """A request to launch for a round. The hub sends calls for the last round and for rounds for
+    which a site has already launched.
     """
 
     fragment: Index
@@ -284,7 +282,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """The incarnation of the site that has contributed to a fragment's open round."""
+    """The incarnation of the receiving site that has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation
@@ -311,7 +309,8 @@ class Heartbeat(Message):
     Attributes:
         trained_steps: The number of inner steps of this incarnation, counted once for each
             fragment.
-        lost_steps: The number of these steps whose contributions were late and dropped.
+        lost_steps: The number of inner steps whose contributions were dropped because they were
+            late.
         inner_lr: The largest inner learning rate at the last launch.
         cosine: The cosine between the last counted contribution and the mean of the other
             contributions, in percent.
@@ -340,8 +339,8 @@ class StateHeader(Message):
 
 @dataclass(frozen=True)
 class Waiting:
-    """The hub is waiting, for example for other sites at the founding or for disk space. Nothing is
-    wrong at this site.
+    """The hub is waiting, for example for disk space or for enough sites to found the run. Nothing
+    is wrong with this site.
     """
 
     why: Annotated[str, 1 << 17]
@@ -359,7 +358,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """A site has launched for a round, or the round is the last."""
+    """A site has launched for a round, or the round is the last round of the run."""
 
     call: Call
     own: Contribution | None = None
@@ -404,14 +403,14 @@ class StateArrived:
 
 @dataclass(frozen=True)
 class Lost:
-    """The hub cannot be reached. This event repeats after each failed attempt."""
+    """The hub cannot be reached. This event is repeated after each failed attempt."""
 
     why: Annotated[str, 1 << 17]
     is_busy: bool = False
 
 
 NO_STATE = "no site has a state, so the hub is waiting for a site that returns with one"
-"""The reason why a site waits that needs a state."""
+"""The reason why a site that needs a state is waiting."""
 
 SiteEvent = (
     Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateArrived | Lost

@@ -43,7 +43,7 @@ class Quorum(ABC):
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns the minimum number of contributions for a round to close.
+        """Returns the minimum number of contributions needed for a round to close.
 
         Args:
             sites: The number of sites that can contribute.
@@ -94,12 +94,12 @@ class DynamicBackup(Quorum):
 
     With k sites, a round takes the time T of a site's inner steps plus the time l_k from the first
     to the k-th arrival. T and l_k are medians over the last 8 rounds. The quorum is the k with the
-    largest k / (T + l_k). A single slow site among M sites is left out if it arrives later than T /
-    (M - 1). The training of such a site is carried and counts in every 8th round, which waits for
-    all sites.
+    largest k / (T + l_k). A single slow site among M sites is left out if it arrives more than T /
+    (M - 1) after the other sites. The training of such a site is carried until the next 8th round,
+    which waits for all sites.
 
     Args:
-        least: The minimum share of sites with which a round can close, above 0 and at most 1.
+        least: The minimum share of sites needed to close a round, above 0 and at most 1.
 
     Raises:
         ValueError: If ``least`` is out of range.
@@ -125,7 +125,7 @@ class DynamicBackup(Quorum):
         return max(1, ceil(self.least * sites - 1e-9))
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
-        """Returns the sites that maximize the throughput."""
+        """Returns the sites to wait for in order to maximize throughput."""
         names = sorted(sites)
         length = _round_length(history)
         # Every 8th round waits for all sites. Otherwise, a site that is always a little late would

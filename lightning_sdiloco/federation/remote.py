@@ -3,9 +3,9 @@
 [Note: a site of several ranks] Every rank has a connection with the same name and incarnation. The
 first rank's connection sends the hello and the contributions and receives events. All other
 connections only transfer payloads. A contribution names the payloads of all ranks. The hub accepts
-the contribution when all of these payloads are in its store, so no payload counts without the rest.
-The traffic of a site does not grow with its number of ranks, because `places_of` assigns every
-payload of another site to exactly one rank.
+the contribution when all of these payloads are in its store, so no payload counts without the
+others. The traffic of a site does not grow with its number of ranks, because `places_of` assigns
+every payload of another site to exactly one rank.
 """
 
 import logging
@@ -56,8 +56,8 @@ _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
-    """Returns the positions of a contribution's payloads that a rank must fetch. Each payload is
-    fetched by exactly one rank of a site.
+    """Returns the positions of the payloads that a rank must fetch from a contribution. Each
+    payload is fetched by exactly one rank of a site.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -142,7 +142,7 @@ class RecordQueue:
     call.
 
     Attributes:
-        applied: The last round of each fragment that has landed, or None without a state.
+        applied: The last round of each fragment that has landed, or None if the site has no state.
         kept_from: The first round of each fragment whose payloads the hub keeps.
         fetching: The records whose payloads are being fetched, by key.
     """
@@ -203,7 +203,7 @@ class HubConnection:
     Attributes:
         hello_header: The hello that the transport sends on every new connection.
         heartbeat_header: The heartbeat that the transport sends.
-        amended: The amended terms of the run, or None if they were not amended.
+        amended: The amended terms of the run, or None if the terms have not been amended.
         sends_bytes_per_s: The sending rate of the last large payload.
     """
 
@@ -263,8 +263,8 @@ class HubConnection:
         self._insist(lambda: self._client.call("ping"), advice)
 
     def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
-        """Retries a request until there is an answer or the patience runs out. If the name is in
-        use, retries last only until the lease of a dead process would have ended.
+        """Retries a request until the hub answers or ``patience`` seconds have passed. If the
+        site's name is in use, retries end when the lease of a dead process would have expired.
         """
         began = self.now()
         warned_of = ""
@@ -357,8 +357,8 @@ class HubConnection:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
     def ask(self, without: Collection[str] = (), lacked: Sequence[RoundId] = ()) -> None:
-        """Requests a state that does not come from the excluded sources, or payloads that the hub
-        has lost.
+        """Requests a state from any source that is not excluded, or payloads that the hub has
+        lost.
         """
         about: Header = {"without": sorted(without)}
         if lacked:
@@ -396,7 +396,9 @@ class HubConnection:
     # Events for training
 
     def events(self) -> list[SiteEvent]:
-        """Returns the events since the last call, or raises the error that ended them."""
+        """Returns the events since the last call, or raises the error that ended the event
+        stream.
+        """
         self._client.turn()
         away_since = self._away_since
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
@@ -452,8 +454,8 @@ class HubConnection:
                 future.add_done_callback(self._pending.discard)
 
     def fail(self, error: Exception) -> None:
-        """Stores an error. After the connection has closed, errors in threads are expected and not
-        logged.
+        """Stores an error. After the connection has closed, errors in threads are expected and are
+        not logged.
         """
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
@@ -479,8 +481,8 @@ class HubConnection:
             self._submit("senders", self._send, contribution)
 
     def _send(self, contribution: Contribution) -> None:
-        """Sends the payloads of a contribution repeatedly until the hub accepts them or the
-        contribution is overtaken.
+        """Resends the payloads of a contribution until the hub accepts them or the contribution is
+        overtaken.
         """
         try:
             tries = 0
@@ -512,7 +514,9 @@ class HubConnection:
                 self._outbox.end(contribution)
 
     def _unsent(self, contribution: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns the payloads of a contribution that may still count, or None."""
+        """Returns a contribution's payloads if the contribution may still count, or None
+        otherwise.
+        """
         return None if self._closed.is_set() else self._outbox.blobs_of(contribution)
 
     def _is_taken(self, contribution: Contribution, blobs: Mapping[str, Bytes]) -> bool:
@@ -547,7 +551,7 @@ class HubConnection:
 
     def _deliver(self, record: Record) -> None:
         """Fetches the required payloads of a record and then announces the record, even if some
-        payloads are gone.
+        payloads are missing.
         """
         wanted = [payload for payloads in record.sources for payload in self._wanted(payloads)]
         blobs = self._blobs(wanted)
@@ -574,8 +578,8 @@ class HubConnection:
             self._changed.notify_all()
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
-        """Fetches blobs, small ones in a single stream and large ones concurrently. Returns None if
-        some blobs are gone.
+        """Fetches small blobs in a single stream and large blobs concurrently. Returns None if some
+        blobs are missing.
         """
         with self._changed:
             blobs = self._outbox.blobs()
@@ -716,7 +720,7 @@ class HubConnection:
         self._put(StateArrived(offered.header, parts, offered.source))
 
     def _fetch_waiting(self) -> None:
-        """Fetches the payloads of waiting records within the memory limit."""
+        """Fetches the payloads of waiting records as far as the memory limit allows."""
         with self._changed:
             unread = sum(
                 isinstance(event, Recorded) and event.blobs is not None for event in self._events

@@ -1,5 +1,5 @@
-"""Manages the space at a hub by deciding which blobs the store keeps and when to request a snapshot
-to free space.
+"""Manages a hub's storage space by deciding which blobs the store keeps and when to request a
+snapshot that frees space.
 
 The coordinator owns the `Room` of its run and holds its lock during every call except `back_up`.
 """
@@ -72,14 +72,14 @@ class RecordIndex:
         return numbers[position] if position < len(numbers) else None
 
     def rounds_before(self, number: int) -> list[int]:
-        """Returns the last round of each fragment in the records before the given number."""
+        """Returns the last round of each fragment among the records before the given number."""
         rounds = []
         for base, numbers in zip(self._base, self._numbers, strict=True):
             rounds.append(base + sum(earlier < number for earlier in numbers))
         return rounds
 
     def keys_from(self, rounds: Sequence[int]) -> set[str]:
-        """Returns the payload keys since the given rounds and discards the keys of earlier
+        """Returns the keys of all payloads since the given rounds and discards the keys of earlier
         rounds.
         """
         kept_keys = set[str]()
@@ -92,12 +92,12 @@ class RecordIndex:
 
 
 class Room:
-    """The rules for which blobs the store of a run keeps.
+    """The rules that determine which blobs a run's store keeps.
 
     Args:
-        lock: The coordinator's lock. `back_up` holds the lock only while listing what to copy.
-        is_new: Whether the run has not been founded yet. A restarted hub does not know the senders
-            of existing blobs and therefore first tidies the store after the next interval.
+        lock: The coordinator's lock. `back_up` holds the lock only while it lists what to copy.
+        is_new: True if the run has not been founded yet. A restarted hub does not know the senders
+            of existing blobs, so it waits for one interval before tidying the store.
 
     Attributes:
         unnamed: The blobs that no message has named yet.
@@ -137,7 +137,7 @@ class Room:
         self._copying = threading.Lock()
 
     def follow(self, ledger: Ledger, index: RecordIndex) -> None:
-        """Uses a new ledger after the run was founded, restarted or rolled back."""
+        """Uses a new ledger after the run has been founded, restarted or rolled back."""
         self._ledger = ledger
         self._index = index
 
@@ -177,7 +177,7 @@ class Room:
         self._store.retain(self.needed() | self.unnamed.keys(now) | self._backing_up)
 
     def drop(self, key: str) -> None:
-        """Drops a large blob immediately when it is no longer needed."""
+        """Immediately drops a large blob that is no longer needed."""
         if key not in self._backing_up:
             self._store.drop(key)
 
@@ -215,12 +215,12 @@ class Room:
     # A full disk
 
     def refuse(self, error: NoSpace) -> None:
-        """Stores the error of a blob that was rejected for lack of space."""
+        """Stores the error for a blob that was rejected because of a lack of space."""
         self._refused_until = self._clock() + _LACKING
         self._refusal = str(error)
 
     def note_stored(self) -> None:
-        """Clears an earlier lack of space after a blob was stored."""
+        """Clears the error from an earlier lack of space after a blob has been stored."""
         self._refused_until = self._clock()
 
     @property
@@ -233,7 +233,7 @@ class Room:
     # Snapshots make space
 
     def ask_for_snapshot(self) -> None:
-        """Requests the state of a site if a snapshot is due."""
+        """Requests a site's state if a snapshot is due."""
         ledger = self._founded
         now = self._clock()
         if now < self._snapshot_at or not self._wants_snapshot(ledger):
@@ -246,8 +246,8 @@ class Room:
             self._states.ask_donor(donor, for_snapshot=True)
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Returns whether a snapshot is due. Snapshots are due after a number of rounds, or earlier
-        if space for payloads is short.
+        """Returns whether a snapshot is due. A snapshot is due after a set number of rounds, or
+        earlier if the space for payloads is running out.
         """
         rounds = [position.round for position in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
@@ -258,8 +258,8 @@ class Room:
         return free is not None and free < self.still_needs
 
     def drop_snapshots(self) -> None:
-        """Drops the snapshots that a verified snapshot replaces. The payloads before the verified
-        snapshot are freed soon afterwards.
+        """Drops the snapshots that a verified snapshot replaces. The payloads from before the
+        verified snapshot are freed soon afterwards.
         """
         ledger = self._founded
         if not self._states.drop_all_but(ledger.snapshots.headers):

@@ -1,5 +1,5 @@
-"""The run config on which a run is founded. A site with a different run config is refused with a
-list of differences.
+"""The run config on which a run is founded. A site with a different run config is refused and
+receives a list of the differences.
 """
 
 import math
@@ -40,7 +40,7 @@ _DTYPES = {"float32": "<f4", "float64": "<f8"}
 @dataclass(frozen=True)
 class ChosenQuorum:
     """The `Quorum` as stored in the run config, from which every hub of the run creates the same
-    object.
+    quorum.
     """
 
     class_path: Annotated[str, CLASS_PATH]
@@ -106,7 +106,7 @@ class Terms:
         return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
 
     def steps_before(self, fragment: int, round: RoundNumber) -> int:
-        """Returns the number of inner steps between the launch of a round and the previous
+        """Returns the number of inner steps between the launch for a round and the previous
         launch.
         """
         if self.dense_beginning is None:
@@ -141,7 +141,7 @@ Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 @dataclass(frozen=True)
 class RunConfig(Message):
-    """The values that must be the same at all sites and never change during a run."""
+    """The values that must be identical at all sites and never change during a run."""
 
     run: Name
     terms: Terms
@@ -205,8 +205,8 @@ class RunConfig(Message):
         )
 
     def most_bytes_of(self, kind: str) -> int:
-        """Returns the maximum size of a payload or a part of a state. The limit exceeds anything
-        that this package sends.
+        """Returns the maximum size of a payload or a part of a state. The limit is larger than
+        anything that this package sends.
         """
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + self._most_untrained
 
@@ -216,7 +216,7 @@ class RunConfig(Message):
         return 16 * sum(self.sizes(fragment).sent(is_exact=True).most for fragment in fragments)
 
     def summary(self) -> dict[str, Json]:
-        """Returns the run config as a JSON object without parameter names."""
+        """Returns the run config as a JSON object, without the parameter names."""
         summary: dict[str, Json] = plain(self)
         del summary["shards"]
         summary["key"] = self.key
@@ -225,8 +225,8 @@ class RunConfig(Message):
         return summary
 
     def differences(self, reference: "RunConfig") -> list[str]:
-        """Lists the differences from another run config. This run config is "here" and the other is
-        "there".
+        """Lists the differences from another run config. In the list, "here" means this run config
+        and "there" means the other one.
         """
         ours = dict(_leaves(plain(self)))
         theirs = dict(_leaves(plain(reference)))
@@ -240,7 +240,7 @@ class RunConfig(Message):
         """Raises Refused unless this site's run config matches the founding run config.
 
         A site with a different patch version may join if its arithmetic gives the same results on
-        known values. The method returns these differences.
+        known values. The method returns the differences in patch versions.
         """
         patches = list[str]()
         refused = list[str]()

@@ -1,19 +1,19 @@
 """The life cycle of a hub that starts automatically, including its host, files and keys.
 
 [Note: a hub that starts itself] If no hub answers on the hub's host, the first rank of the site on
-that host starts a hub as a separate process. The hub process survives the site, so a site that is
+that host starts a hub as a separate process. The hub process outlives the site, so a site that is
 killed and restarted finds the same hub. If the whole host fails, the hub continues from its ledger
-when the host is back. Two processes cannot serve the same run, because the ledger is locked, even
-on a shared file system. The hub ends when all sites have left or no site has been connected for a
-while. Until then, the first rank's process keeps running, because some launchers kill child
-processes when their parent exits.
+once the host is back. The ledger is locked, even on a shared file system, so two processes cannot
+serve the same run. The hub exits when all sites have left or when no site has been connected for a
+while. Until the hub exits, the first rank's process keeps running, because some launchers kill
+child processes when their parent exits.
 
 Each host reads its keys from the hub's folder. Only the owner of the keys can read them. A host
-that cannot access this folder requests its bundle from the hub's process, at the port below the
-hub's, if both are in a private network. Anyone who can reach this port gets the keys of a site, just
-as anyone who can reach the store of torch.distributed can become a rank. The hub therefore issues
-keys for at most as many sites as found the run, and never keys that a host has created in the
-folder.
+that cannot access this folder requests its bundle from the hub's process on the port below the
+hub's port, provided that both hosts are on a private network. Anyone who can reach this port can
+obtain a site's keys, just as anyone who can reach the torch.distributed store can become a rank.
+The hub therefore issues keys to no more sites than the number that found the run, and never issues
+keys that a host has created in the folder.
 """
 
 import atexit
@@ -56,7 +56,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Place(NamedTuple):
-    """The hub address, the number of founding sites, and the host name of a site."""
+    """The hub address, the number of founding sites, and a site's host name."""
 
     hub: str
     sites: int
@@ -89,7 +89,7 @@ def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
 
 
 class HubOfRun(NamedTuple):
-    """The hub that is started by the hosts of a run.
+    """The hub that the hosts of a run start automatically.
 
     Attributes:
         run: The name of the run.
@@ -97,7 +97,7 @@ class HubOfRun(NamedTuple):
         sites: The number of founding sites.
         folder: The folder for the ledger, payloads, log and keys.
         is_here: True if the hub runs on this host.
-        keys: The user's folder of keys, or None for the keys in the hub's folder.
+        keys: The user's key folder, or None for the keys in the hub's folder.
         insecure: True if the hub runs without TLS.
     """
 
@@ -122,8 +122,8 @@ class HubOfRun(NamedTuple):
         return self.folder / "keys"
 
     def prepare(self, site: str, patience: float) -> None:
-        """Starts the hub if it belongs on this host and is not running yet. Also obtains the keys
-        of this site.
+        """Starts the hub if it belongs on this host and is not running yet. Also obtains this
+        site's keys.
         """
         if self.is_here:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,11 +164,13 @@ class HubOfRun(NamedTuple):
         try:
             new.rename(self._made_keys)
         except OSError:
-            # Another process of this host was faster.
+            # Another process on this host was faster.
             shutil.rmtree(new)
 
     def hand_out_keys(self) -> None:
-        """Answers hosts that ask for their keys, if this is safe, until the process ends."""
+        """Until the process ends, answers hosts that request their keys. Does nothing if handing
+        out keys is unsafe.
+        """
         address, port = hub_addresses(self.address)[0]
         if self.keys or self.insecure or not is_private(address):
             return
@@ -183,7 +185,9 @@ class HubOfRun(NamedTuple):
                         self._answer(asker, site)
 
     def _answer(self, asker: socket.socket, site: str) -> None:
-        """Sends the keys of a site, unless its host has made them, or enough sites have theirs."""
+        """Sends a site's keys, unless its host has created them or enough sites already have
+        keys.
+        """
         bundle = self._made_keys / f"{checked_name('site', site)}.bundle"
         handed_out = bundle.with_suffix(".handed-out")
         bundles = list(self._made_keys.glob("*.bundle"))
@@ -196,7 +200,7 @@ class HubOfRun(NamedTuple):
             _log.info("a host has asked for the keys of %s", site)
 
     def _finds_keys(self, site: str) -> bool:
-        """Returns whether this host has the keys of its site, can make them, or gets them from the
+        """Returns whether this host has its site's keys, can create them, or obtains them from the
         hub's host.
         """
         bundle = self._made_keys / f"{site}.bundle"
@@ -216,7 +220,7 @@ class HubOfRun(NamedTuple):
         return bool(keys)
 
     def _await_keys(self, site: str, patience: float) -> None:
-        """Waits until this host can access the folder of keys, or gets its own from the hub."""
+        """Waits until this host can access the key folder or has received its keys from the hub."""
         deadline = time.monotonic() + patience
         warns_at = time.monotonic() + _FIRST_WARNING
         while not self._finds_keys(site):
@@ -292,7 +296,7 @@ def hub_of_hosts(
     keys: str | Path | None,
     insecure: bool,
 ) -> HubOfRun:
-    """Returns the hub of a run's hosts as seen from this host."""
+    """Returns the hub of a run as seen from this host."""
     launch = launch_of_host()
     ((address, _),) = hub_addresses(hub)
     is_here = is_of_this_host(address)

@@ -1,5 +1,5 @@
 """The hub's side of the connections to all sites. The server identifies callers and transfers blobs
-and events. All decisions are made by the coordinator.
+and events. The coordinator makes all decisions.
 """
 
 import logging
@@ -157,7 +157,7 @@ class Door:
                 self._open += Counter()  # drops peers without open calls
 
     def first(self, requests: Iterator[bytes], context: Context) -> bytes | None:
-        """Waits for the first message of a stream for a limited time."""
+        """Waits up to a time limit for the first message of a stream."""
         with self._lock:
             self._silent[context] = time.monotonic() + _SILENT
         try:
@@ -288,7 +288,7 @@ class Hub:
 
     @property
     def have_all_left(self) -> bool:
-        """True if all sites that ever connected have left deliberately."""
+        """True if all sites that have ever connected have left deliberately."""
         with self._lock:
             return bool(self._has_left) and all(self._has_left.values())
 
@@ -337,8 +337,8 @@ class Hub:
     # Blobs
 
     def _put(self, requests: Iterator[bytes], context: Context) -> bytes:
-        """Receives a part of a blob, which may be empty. The answer reports that the blob is stored
-        or lists the missing parts.
+        """Receives a part of a blob, which may be empty. The answer either reports that the blob
+        has been stored or lists the missing parts.
         """
         peer, header, about, _ = self._read("put", self._door.first(requests, context), context)
         key = checked_key(header.get("key"))
@@ -358,8 +358,9 @@ class Hub:
     def _take(
         self, peer: Peer, key: str, size: int, start: int, pieces: Iterator[bytes]
     ) -> Ranges | None:
-        """Receives the pieces of a blob from a start position. Returns the missing parts, or None
-        if the blob is stored. An empty list means that another call is about to store the blob.
+        """Receives the pieces of a blob, beginning at a start position. Returns the missing parts,
+        or None if the blob has been stored. An empty list means that another call is about to store
+        the blob.
         """
         with suppress(Missing):
             self.store.size(key)
@@ -506,8 +507,8 @@ class Hub:
     def _streaming(
         self, stream: Callable[[_Request, Context], Iterator[bytes]]
     ) -> Callable[[_Request, Context], Iterator[bytes]]:
-        """Wraps a call so that failures end it with a status code and reveal no internals to
-        strangers.
+        """Wraps a call so that a failure ends the call with a status code and reveals no internals
+        to strangers.
         """
 
         def guarded(request: _Request, context: Context) -> Iterator[bytes]:
@@ -534,7 +535,7 @@ class Hub:
     def _answering(
         self, answer: Callable[[_Request, Context], bytes]
     ) -> Callable[[_Request, Context], bytes]:
-        """Wraps a call that has a single answer, like `_streaming`."""
+        """Wraps a call that has a single answer, in the same way as `_streaming`."""
 
         def stream(request: _Request, context: Context) -> Iterator[bytes]:
             yield answer(request, context)
@@ -566,7 +567,7 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
 
 
 def raise_limit_of_descriptors() -> None:
-    """Raises this process's limit of open connections and files to the machine's maximum."""
+    """Raises this process's limit on open connections and files to the machine's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # Some systems allow less than they report.
@@ -618,7 +619,7 @@ class HubService(Hub):
                 " overwrite the run. Choose a different folder on another disk."
             )
         if quorum is not None:
-            imported(quorum)  # now, so that errors do not appear only when a site names it
+            imported(quorum)  # now, so that errors appear before a site names it
         raise_limit_of_descriptors()
         self._has_warned_of_descriptors = False
         self._look_at_descriptors = time.monotonic()
@@ -634,7 +635,7 @@ class HubService(Hub):
             )
             self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
-            # This ends an earlier hub, so nothing after it may refuse to serve.
+            # This call ends an earlier hub, so nothing after it may refuse to serve.
             self._epoch = Epoch(Path(ledger))
             self._stamp = {"epoch": self._epoch.number}
             self.ledger.before_write = self._epoch.require

@@ -1,5 +1,4 @@
-"""The training loop of a site, in which fragments launch and land according to the rules of the
-federation.
+"""A site's training loop, in which fragments launch and land according to the federation's rules.
 
 The training thread owns the follower and calls the connection, as described in [Note: how a site
 uses its connection]. Encoding and averaging run in the background, and the training thread checks
@@ -89,7 +88,7 @@ class RankReport(NamedTuple):
         fetched: The keys of records whose payloads this rank has fetched (True) or found to be
             missing (False).
         now: The current time on this rank.
-        requests: The request bits from this rank to all ranks.
+        requests: The bits of the requests that this rank sends to all ranks.
         samples: The number of samples on which this rank has trained since the last report.
         rate: The learning rate of this rank's last inner step.
     """
@@ -127,7 +126,7 @@ def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result
 
 
 class _Fetching(NamedTuple):
-    """A record that has not become an event yet, with the ranks that have its payloads."""
+    """A record that has not yet become an event, with the ranks that have its payloads."""
 
     record: Record
     ranks: set[int]
@@ -177,7 +176,9 @@ class SharedConnection:
         return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
     def hear(self, requests: int = 0, samples: int = 0, rate: float = 0.0) -> SiteReport:
-        """Returns the events since the last call with the requests and training of all ranks."""
+        """Returns the events since the last call, together with the requests and training of all
+        ranks.
+        """
         if self._ranks.size == 1:
             return SiteReport(self.hub.events(), self.hub.now(), requests, samples, rate)
         values: list[Json] = on_all_ranks(
@@ -210,8 +211,8 @@ class SharedConnection:
         return RankReport(events, fetched, self.hub.now(), requests, samples, rate)
 
     def _read(self, plain_events: Sequence[tuple[str, Json]]) -> list[SiteEvent]:
-        """Returns the first rank's events except records. All ranks start fetching the payloads of
-        the records.
+        """Returns the first rank's events, except for records. All ranks start fetching the
+        payloads of these records.
         """
         events = list[SiteEvent]()
         for kind, fields in plain_events:
@@ -230,8 +231,8 @@ class SharedConnection:
         return events
 
     def _note_fetched(self, rank: int, key: str, is_available: bool) -> Recorded | None:
-        """Returns the event of a record when all ranks have its payloads or a rank reports that
-        they are missing.
+        """Returns the event for a record once all ranks have its payloads or a rank reports that
+        payloads are missing.
         """
         fetching = self._fetching.get(key)
         if fetching is None:
@@ -246,7 +247,7 @@ class SharedConnection:
 
     def ready(self, pending: Mapping[int, Pending[Result]]) -> Collection[int]:
         """Returns the keys of background work that is ready on rank 0. On other ranks, the same
-        work may need a brief wait.
+        work may require a brief wait.
         """
         if not pending:
             return ()
@@ -258,8 +259,8 @@ class SharedConnection:
 
 
 def to_part(fragment: FragmentState, shards: Sequence[State]) -> bytes:
-    """Serializes a fragment's part of the outer state, with the outer parameters, the outer
-    optimizer and the untrained state.
+    """Serializes a fragment's part of the outer state, which consists of the outer parameters, the
+    outer optimizer and the untrained state.
     """
     parameters = to_parameters(
         fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards]
@@ -317,7 +318,9 @@ def from_part(fragment: FragmentState, part: Bytes) -> Part:
 
 @dataclass
 class Launched:
-    """A flight of this site. ``encoded`` is None while the background is encoding it."""
+    """A flight of this site. ``encoded`` is None while the flight is being encoded in the
+    background.
+    """
 
     flight: PendingFlight
     encoded: Encoded | None = None
@@ -529,16 +532,16 @@ class FederatedWorld:
         self._look_after()
 
     def land_all(self, step: int) -> Iterator[Landing]:
-        """Launches all held training, follows the run until this training is recorded, and
-        leaves.
+        """Launches all held training, follows the run until this training has been recorded, and
+        then leaves.
         """
         yield from self._end(step, lambda: True)
         if self._at_end is not None and self._topology.group_rank == 0:
             self._at_end()
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Ends like `land_all`, but waits at most as long as for one landing, because a site that
-        must stop has little time.
+        """Ends in the same way as `land_all`, but waits no longer than for a single landing,
+        because a site that must stop has little time.
         """
         deadline = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < deadline)
@@ -555,7 +558,9 @@ class FederatedWorld:
         self._leave_hub()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Does nothing, because a site that ends takes no final mean while other sites continue."""
+        """Does nothing, because a site that finishes computes no final mean while other sites
+        continue.
+        """
         return iter(())
 
     def _leave_hub(self) -> None:
@@ -578,7 +583,7 @@ class FederatedWorld:
         self._connection.hub.heartbeat(self.follower)
 
     def _give_again(self) -> None:
-        """Periodically resends payloads of closed rounds that the hub may have lost."""
+        """Periodically resends the payloads of closed rounds if the hub may have lost them."""
         if self._now < self._give_again_at:
             return
         self._give_again_at = self._now + _AGAIN
@@ -912,7 +917,9 @@ class FederatedWorld:
         return digests_of(values, starts, self._topology.in_site)
 
     def _state(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
-        """Returns this site's state if the state is up to date or the run is founded on it."""
+        """Returns this site's state if the state is up to date or the run is to be founded on
+        it.
+        """
         applied = tuple(progress.applied for progress in self.follower.fragments)
         header = StateHeader(applied, tuple(self.digests()))
         if not founding and not self.follower.follows:
@@ -1002,8 +1009,8 @@ class FederatedWorld:
     # Checkpoints
 
     def state_dict(self) -> State:
-        """Returns the site's progress in the federation and its flights, after encoding has
-        finished.
+        """Waits for encoding to finish and returns the site's progress in the federation with its
+        flights.
         """
         self._send(wait=True)
         return {
@@ -1012,7 +1019,7 @@ class FederatedWorld:
         }
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
-        """Continues from the saved state of another incarnation of this site."""
+        """Continues from the state that another incarnation of this site has saved."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(

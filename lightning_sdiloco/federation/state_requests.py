@@ -1,5 +1,5 @@
-"""The handling of states at the hub. A site that needs a state receives it from another site or
-from a snapshot.
+"""Handles states at the hub. A site that needs a state receives one from another site or from a
+snapshot.
 
 The coordinator owns the `States` of its run and holds its lock during every call.
 """
@@ -43,8 +43,8 @@ Store = BlobStore | InMemoryStore
 
 
 class Need(NamedTuple):
-    """A site's requirements for a state, with the excluded sources and the rounds that the state
-    must include.
+    """A site's requirements for a state, which are the excluded sources and the rounds that the
+    state must include.
     """
 
     without: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ class Need(NamedTuple):
 
 @dataclass
 class StateRequest:
-    """A request for a state. The state is sent to every site that asks for one before the state
+    """A request for a state. The state is sent to every site that requests one before the state
     arrives.
 
     Attributes:
@@ -63,7 +63,7 @@ class StateRequest:
         founding: True if the run is founded on the state.
         for_snapshot: True if the hub keeps the state as a snapshot.
         askers: The sites that need the state, with their requirements.
-        state: The state, available after the donor has named its blobs.
+        state: The state, available once the donor has named the blobs of the state.
         sent: The keys of the blobs that the donor has sent or is sending.
         lacks_room: True if the store had no space for a blob, which makes the state incomplete.
     """
@@ -118,7 +118,7 @@ class States:
         self._handed: list[Handed] = []
 
     def keys(self, ledger: Ledger) -> set[str]:
-        """Returns the keys of all blobs that are still needed."""
+        """Returns the keys of all blobs that requests, fetches and snapshots still need."""
         self._forget_fetched(ledger)
         states = [handed.parts for handed in self._handed]
         states += [snapshot.parts for snapshot in self.snapshots.values()]
@@ -127,7 +127,7 @@ class States:
         return keys.union(*(request.sent for request in self._requests.values()))
 
     def _forget_fetched(self, ledger: Ledger) -> None:
-        """Removes the states that no site is fetching any more."""
+        """Removes the states that no site is fetching anymore."""
         now = self._clock()
         sites = set(ledger.present(now))
         fetching = {site for site in sites if not ledger.members[site].follows}
@@ -141,7 +141,7 @@ class States:
     # Requests
 
     def ask(self, ledger: Ledger, site: str, need: Need) -> None:
-        """Obtains a state for a site by requesting it from a donor or from the snapshot."""
+        """Obtains a state for a site from a donor or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         request = self._open_request(ledger, site, need)
@@ -202,7 +202,7 @@ class States:
 
     def note_no_room(self, donor: str) -> None:
         """Reschedules a request because the store has no space for a donor's blob. The request is
-        repeated later, to the same site or to another one.
+        repeated later and may go to a different site.
         """
         for request in self._requests.values():
             if request.donor == donor and not (request.lacks_room or request.state):
@@ -224,7 +224,7 @@ class States:
         ]
 
     def hand_on(self, request: StateRequest, state: Snapshot, lease: float) -> None:
-        """Ends a request by offering the state to the sites that need one."""
+        """Ends a request by offering the state to the sites that need it."""
         del self._requests[request.name]
         if request.askers:
             self._hand(state.parts, list(request.askers), lease)
@@ -240,15 +240,15 @@ class States:
         return [part for handed in self._handed if site in handed.askers for part in handed.parts]
 
     def damaged_snapshots(self, blobs: Collection[Payload]) -> list[StateHeader]:
-        """Returns the snapshots that lack one of these blobs."""
+        """Returns the snapshots that contain any of the given damaged blobs."""
         snapshots = self.snapshots.values()
         return [
             snapshot.header for snapshot in snapshots if set(blobs).intersection(snapshot.parts)
         ]
 
     def give_up(self, ledger: Ledger | None, gone: str | None) -> bool:
-        """Sends requests to other sites if the donor does not answer, has left, or sends no
-        heartbeats. Returns whether such a donor was the founder.
+        """Reassigns requests to other sites if the donor does not answer, has left, or no longer
+        sends heartbeats. Returns whether one of these donors was the founder.
         """
         if not self._requests:
             return False
@@ -280,7 +280,7 @@ class States:
         self.snapshots[name] = state
 
     def drop_all_but(self, headers: Collection[StateHeader]) -> bool:
-        """Drops all other snapshots and returns whether there were any."""
+        """Drops all snapshots except the given ones and returns whether any were dropped."""
         dropped = []
         for name, snapshot in self.snapshots.items():
             if snapshot.header not in headers:

@@ -1,5 +1,5 @@
-"""The durable storage of a hub, with a ledger in one SQLite file and a blob store. Blobs become
-visible only when they are complete and synced.
+"""A hub's durable storage, which consists of a ledger in one SQLite file and a blob store. Blobs
+become visible only when they are complete and synced.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ MEMORY = ":memory:"  # used in place of a path: a ledger that is lost with the p
 
 
 class LedgerError(HubError):
-    """The ledger file cannot be used, because it was truncated, was altered, was created by another
+    """The ledger file cannot be used, because it was truncated or altered, was created by another
     program, or is in use.
     """
 
@@ -60,8 +60,8 @@ class SQLiteLedger:
         path: The path of the ledger file.
         last: The number of the last record, or -1 if there are no records.
         chain: The digest of all records and their numbers, in order.
-        before_write: A function set by the hub and called before each write. If the function raises
-            an error, nothing is written.
+        before_write: A function that the hub sets and that is called before each write. If the
+            function raises an error, nothing is written.
     """
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
@@ -179,7 +179,7 @@ class SQLiteLedger:
 
     def back_up(self, path: Path) -> None:
         """Copies the whole ledger to another file, even while the ledger is in use. The copy
-        appears only when complete.
+        becomes visible only when it is complete.
         """
         new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
@@ -294,7 +294,7 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """A store of blobs by digest, in a local folder or under an fsspec URL where objects appear
+    """A store of blobs by digest, in a local folder or at an fsspec URL where objects appear
     atomically.
     """
 
@@ -434,7 +434,7 @@ class InMemoryStore:
 
 
 class Upload:
-    """An upload of a blob, whose pieces may arrive in any order and from several threads."""
+    """An upload of a blob, whose pieces may arrive in any order and from multiple threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int) -> None:
         self.key = key
@@ -536,7 +536,7 @@ class Upload:
 
 
 def _digest(read: Callable[[int, int], bytes], size: int) -> str:
-    """Returns the digest of a blob, which is read in pieces."""
+    """Computes the digest of a blob, reading the blob in pieces."""
     digest = hashlib.sha256()
     for start in range(0, size, 4 * CHUNK):
         digest.update(read(start, min(start + 4 * CHUNK, size)))

@@ -24,7 +24,7 @@ class _Unnamed:
 
 
 class UnnamedBlobs:
-    """The blobs of senders that have a lease and may still name them."""
+    """Blobs whose senders have a lease and may still name these blobs."""
 
     def __init__(self) -> None:
         # By sender: the sender's blobs by key.
@@ -40,7 +40,7 @@ class UnnamedBlobs:
             unnamed.until = max(unnamed.until, until)
 
     def discard(self, payloads: Iterable[Payload], sender: Peer) -> None:
-        """Removes blobs that no further message of the sender will name."""
+        """Removes blobs that no further message from the sender will name."""
         for payload in payloads:
             self._blobs.get(sender, {}).pop(payload.key, None)
 

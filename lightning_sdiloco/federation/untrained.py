@@ -4,7 +4,8 @@ hub's mean.
 A site sends only the tensors that it has changed. One bit per tensor indicates whether its bytes
 follow. Averaged tensors are sent in float32 or float64. The run config contains the kinds and sizes
 of all tensors. A payload for the last round also contains the tensors that each site keeps for
-itself, such as teachers. This module does not import torch, because a hub also reads the state.
+itself, such as teachers. This module does not import torch, because a hub, which runs without
+torch, also reads the state.
 """
 
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ class Sizes(NamedTuple):
     Attributes:
         numel: The number of parameter values.
         untrained: The size of each untrained tensor in bytes.
-        dtypes: For each untrained tensor, numpy's name for the dtype of the mean. The name is empty
-            if all sites use the tensor of the first site.
+        dtypes: For each untrained tensor, the numpy name of the mean's dtype. The name is empty if
+            all sites use the tensor of the first site.
         own: The size in bytes of each tensor that sites keep for themselves until the last round.
-        numbers: The torch dtype names of all these tensors, if a hub reads them.
+        numbers: The torch dtype names of all tensors listed here, if a hub reads them.
     """
 
     numel: int
@@ -30,7 +31,7 @@ class Sizes(NamedTuple):
     numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
-        """Returns the sizes of the tensors that a site sends. In the last, exact round, these
+        """Returns the sizes of the tensors that a site sends. In the last, exact round, the sizes
         include the tensors that the site keeps for itself.
         """
         if not is_exact:
@@ -40,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The number of bytes sent if nothing has changed, with one bit per tensor."""
+        """The number of bytes sent if nothing has changed, which is one bit per tensor."""
         return -(-len(self.untrained) // 8)
 
     @property

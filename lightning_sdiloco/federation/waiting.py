@@ -1,5 +1,5 @@
-"""Predicts which sites the rounds of a federation wait for. The quorum is applied in the same way
-as at the hub, with the times from a plan.
+"""Predicts which sites a federation's rounds wait for. The quorum is applied in the same way as at
+the hub, but with the times from a plan.
 """
 
 import math
@@ -85,7 +85,7 @@ def _record(
     first = min(arrives.values())
     timings = []
     for site, arrival in arrives.items():
-        # The next record says how late a site was that did not count.
+        # The next record contains the lateness of each site that did not count.
         round_of_site = number if site in round.counted else RoundNumber(number - 1)
         if round_of_site:
             timings.append(Timing(site, round_of_site, arrival - first, step_time))

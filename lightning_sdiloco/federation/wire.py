@@ -33,7 +33,7 @@ class Denied(Refused):
 
 
 class Busy(HubError):
-    """The name of the site is in use elsewhere. Retrying may help."""
+    """The site's name is in use elsewhere. Retrying may help."""
 
 
 class NoSpace(HubError):
@@ -72,7 +72,7 @@ not required."""
 
 Channel = Extra
 Context = Extra
-"""A site's gRPC connection, and a gRPC call at the hub."""
+"""`Channel` is a site's gRPC connection, and `Context` is a gRPC call at the hub."""
 
 
 def extra(module: str) -> ModuleType:
