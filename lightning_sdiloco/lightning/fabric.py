@@ -58,7 +58,7 @@ _ADVICE = (
 
 
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
-    """Trains one model on several worker groups in a loop that calls ``optimizer.step()``.
+    """Trains one model on multiple worker groups in a loop that calls ``optimizer.step()``.
 
     The strategy takes the same arguments as the Trainer's strategy, except those that require a
     Trainer.
