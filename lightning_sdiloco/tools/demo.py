@@ -2,9 +2,9 @@
 
 All runs use two CPU processes and the same model, seed, data and number of tokens
 (``examples/configs/base.yaml``). Each run starts ``pretrain_text.py`` with a command that is saved
-with the results and can also be run by hand. Losses are measured. The planner computes the times on
-a slow link from the measured step time, the bytes that each method sends, and the properties of the
-link.
+with the results and can also be run by hand. Losses are measured, whereas the planner computes the
+times on a slow link from the measured step time, the bytes that each method sends, and the
+properties of the link.
 
 The results of each setting are kept in a separate file until all settings have been trained. After
 an interruption, the demo therefore trains only the remaining settings.
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).parents[1]
-# The wheel has the examples inside the package; in a clone they are next to it. The path is
-# relative, so that the printed commands can be read, and typed, in the folder where the demo was
-# started.
+# In the wheel, the examples are inside the package. In a clone, they are next to it. The path is
+# relative so that the printed commands are easy to read and can be typed in the folder where the
+# demo was started.
 EXAMPLES = Path(
     os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples"))))
 )
@@ -115,7 +115,7 @@ def demo(
 
 
 def writable_folder(out: str) -> Path:
-    """Creates the folder, and refuses a folder that is not writable before training starts."""
+    """Creates the folder, or refuses it before training starts if it is not writable."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
                 else:
                     output.append(line)
         except KeyboardInterrupt:
-            # Ctrl-C also reaches it; a signal to this process does not.
+            # Ctrl-C also reaches the training process, but a signal to this process does not.
             process.terminate()
             process.wait()
             raise
@@ -201,8 +201,8 @@ def description_of(setting: str) -> str:
 
 
 def add_times(results: dict[str, Numbers]) -> None:
-    """Adds ``link_seconds`` to each run, the times of its validations on the slow link."""
-    # The smallest, because DDP's steps include an exchange on this machine.
+    """Adds ``link_seconds`` to each run: the times of its validations on the slow link."""
+    # The shortest step time is used, because DDP's steps include an exchange on this machine.
     step_seconds = min(run["step_seconds"] for run in results.values())
     for setting, run in results.items():
         run["link_step_seconds"] = step_seconds
@@ -327,7 +327,7 @@ def short(seconds: float) -> str:
 
 
 def draw(folder: Path, results: dict[str, Numbers]) -> list[Path]:
-    """Plots the loss over the time on the link and returns the files."""
+    """Plots the loss against the time on the link and returns the files."""
 
     def drawn(figure: Figure) -> None:
         axes = figure.subplots()

@@ -68,7 +68,7 @@ VARIABLES = (
 )
 
 _UNEQUAL = 2.0  # a direction this many times slower than the other has a cause worth finding
-_LONG_ROUND_TRIP = 0.01  # beyond this, a slow start costs more than a launch can wait for
+_LONG_ROUND_TRIP = 0.01  # beyond this, a slow start takes longer than a launch can wait
 _FILES_PER_RANK = 8  # connections of several process groups
 _FILES = 256  # files that any Python process may have open
 _PINGS = 10
@@ -79,7 +79,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """The result of a check with its state, the observation, and any fix."""
+    """The result of a check: the state, the observation, and any fix."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -140,7 +140,7 @@ def doctor(
 
 
 def _described_ranks(examined: "Examined") -> list[Numbers]:
-    """Describes the position and the machine of every rank in JSON values."""
+    """Describes every rank's position and machine as JSON values."""
     ranks = []
     for rank, endpoints in enumerate(examined.endpoints):
         place = {
@@ -168,7 +168,7 @@ def _as_table(checks: Sequence[Finding]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-# The ranks of a training
+# The ranks of a training run
 
 
 class MeasuredLink(NamedTuple):
@@ -291,7 +291,7 @@ def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
 
 
 def describe() -> Numbers:
-    """Describes this rank's machine in JSON values."""
+    """Describes this rank's machine as JSON values."""
 
     def tcp(name: str) -> str:
         try:
@@ -351,7 +351,7 @@ def _check_ranks(examined: Examined) -> Iterator[Finding]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Formats the common value of all ranks, or each value with its ranks."""
+    """Formats the value that all ranks share, or else each value with its ranks."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -370,7 +370,8 @@ def _rank(rank: int, examined: Examined) -> str:
 
 def _check_machines(examined: Examined) -> Iterator[Finding]:
     """Reports low file limits, too many threads, and slow debug settings."""
-    # For each kind, only the worst or the first is shown, because the remedy is the same for all.
+    # For each kind of problem, only the worst or first case is shown, because the remedy is the
+    # same for all.
     needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
     files = [machine["files"] for machine in examined.machines]
     few_files = [rank for rank, limit in enumerate(files) if 0 <= limit < needed]
@@ -391,7 +392,7 @@ def _check_machines(examined: Examined) -> Iterator[Finding]:
 
 
 def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
-    """Yields a finding for each rank on a host whose threads outnumber its cores."""
+    """Yields a finding for each rank on a host with more threads than cores."""
     hosts = [endpoints.host for endpoints in examined.endpoints]
     for host, machine in zip(hosts, examined.machines, strict=True):
         ranks = hosts.count(host)
@@ -614,7 +615,7 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
-    """Checks the connection to a hub until the first problem is found."""
+    """Checks the connection to a hub and stops at the first problem."""
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError(
@@ -781,7 +782,7 @@ def _described(run_config: Numbers) -> str:
 
 
 def _check_version(name: str, required: str) -> Finding:
-    """Compares an installed version with the run config. Only the patch level may differ."""
+    """Compares an installed version with the run config's. Only the patch level may differ."""
     installed = (_installed_version(name) or "none").split("+")[0]
     if installed == required.split("+")[0]:
         return Finding("ok", name, installed)

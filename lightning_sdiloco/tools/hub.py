@@ -18,7 +18,7 @@ from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 
-_MOMENT = 0.5  # seconds between checks that this hub is the latest of its run
+_MOMENT = 0.5  # seconds between checks that this hub is still its run's latest hub
 
 
 def hub(
@@ -60,8 +60,8 @@ def hub(
             while the run continues. If the first disk is lost, start a hub with `--ledger
             FOLDER/hub.sqlite`.
         backups_every: Seconds between copies.
-        refound: Found the run again with a new ledger, from the state of the remaining sites, if
-            the old ledger is lost.
+        refound: If the old ledger is lost, found the run again with a new ledger, from the state of
+            the remaining sites.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
@@ -95,7 +95,7 @@ def hub(
         except ValueError:
             service.close()
             raise
-    # The service ends first. Until it has ended, /healthz answers that it is not serving.
+    # The service ends first. While it is ending, /healthz reports that it is not serving.
     with nullcontext() if server is None else closing(server), closing(service):
         _serve(run, service, server)
     return (
@@ -182,7 +182,8 @@ def status_of(mailbox: HubClient) -> Status:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Remove a site from a run. The site may rejoin after a restart with a state from another site.
+    """Remove a site from a run. After a restart, the site may rejoin with a state from another
+    site.
 
     Args:
         site: Name of the site to remove.
@@ -255,7 +256,7 @@ def amend(
         )
     for name in ("rounds", "guard"):
         if changes.get(name) == 0:
-            changes[name] = None  # without an end, any length
+            changes[name] = None  # no end: the run may have any length
     amended = options.ask("operator", "amend", terms=changes)["terms"]
     return f"The run continues with {', '.join(f'{name}={amended[name]}' for name in terms)}."
 
@@ -359,14 +360,14 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "Transfer rate of the last blob that a site has sent.",
     ),
 }
-"""The kind, name and help of a site's metrics, by the keys of its status.
+"""The kind, name and help of each metric of a site, by its key in the site's status.
 
 Counters restart when the hub is restarted.
 """
 
 
 class MetricsServer:
-    """A server for metrics that runs in separate threads, without TLS or authentication.
+    """A metrics server that runs in separate threads, without TLS or authentication.
 
     The status is requested at most once per second. The path /healthz returns 200 while the hub is
     serving and 503 otherwise.
@@ -419,7 +420,7 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[object]:
-        """Returns an empty list, so that registration does not require a status."""
+        """Returns an empty list so that registration does not require a status."""
         return []
 
     def collect(self) -> Iterator[object]:

@@ -10,7 +10,7 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
     Args:
         folder: Folder to create. Anyone who can read this folder can act as any site.
         run: Run for which the keys are valid. By default, this is the first run whose hub is
-            started with the folder.
+            started with this folder.
         days: Maximum number of days for which added keys can be valid.
 
     Examples:

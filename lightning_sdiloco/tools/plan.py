@@ -193,7 +193,7 @@ def _numbers(
 
 
 def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
-    """Plots the utilisation of all methods over the bandwidth and marks the link."""
+    """Plots the utilisation of all methods against the bandwidth and marks the link."""
     link = numbers["link"]
     bandwidths = [link.gbit_s]
     for prediction in numbers["methods"].values():
@@ -285,7 +285,7 @@ def _module(make: MakeModel) -> nn.Module:
 
     def configured() -> nn.Module:
         module = make()
-        # A LightningModule may make its layers in this hook.
+        # A LightningModule may create its layers in this hook.
         getattr(module, "configure_model", lambda: None)()
         return module
 
@@ -450,7 +450,7 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    """Formats the load of the hub and settings for which its bandwidth is sufficient."""
+    """Formats the hub's load and settings for which the hub's bandwidth is sufficient."""
     busy = f"{hub.share:.3g} times what it can"
     if hub.share <= 1:
         busy = f"{percent(hub.share)} of what it can"
@@ -550,7 +550,7 @@ def _entry(entry: paper.Entry) -> str:
 
 
 Curves = Mapping[str, Callable[[float], float]]
-"""The functions from the bandwidth in Gbit/s to the compute utilisation, by method."""
+"""Functions that map the bandwidth in Gbit/s to the compute utilisation, by method."""
 
 # The label, color and line style of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {

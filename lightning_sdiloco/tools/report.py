@@ -147,7 +147,7 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> Causes:
-    """Returns the time that training waited, by cause.
+    """Returns the time that training spent waiting, by cause.
 
     The time until the last group has launched is attributed to the slower groups. The remaining
     time is attributed to the link or to background work.
@@ -197,7 +197,7 @@ def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[Land
 def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) -> float:
     """Returns the seconds that a fragment spent on the link.
 
-    The time of each hop starts when all groups have started that hop.
+    Each hop is timed from the moment at which all groups have started it.
     """
     hops = zip(on_the_link(landing), *map(on_the_link, partners), strict=False)
     return sum(max(0.0, spans[0][1] - max(began for began, _ in spans)) for spans in hops)
@@ -272,7 +272,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     about = run.ranks[0].about
     step_time = max(map(step_seconds, run.ranks))
     groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
-    # At one byte per second, the seconds are bytes.
+    # At one byte per second, seconds and bytes are the same number.
     method = Streaming(model, settings, groups)
     any_link = Link(gbit_s=1.0)
     landings = list(chain.from_iterable(map(landings_in_training, run.ranks)))
@@ -327,7 +327,7 @@ def _site_as_text(head: Rank) -> str:
 
 
 def _losses_as_text(head: Rank) -> str:
-    """Describes the inner steps of a site that were lost, averaged over the fragments."""
+    """Describes a site's lost inner steps, averaged over the fragments."""
     dropped = sum(landing.lost_steps for landing in head.landings)
     trained = len(head.steps) * len(head.fragments)
     if not dropped or not trained:
@@ -715,7 +715,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
         if needed:
             label = f"DDP at this speed: {readable_rate(needed)}"
             axes.axhline(needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
-        # Zero has no logarithm, so the axis ends at a thousandth of the highest rate.
+        # Zero has no logarithm, so the axis starts at about a thousandth of the highest rate.
         axes.set_yscale("log")
         lowest = max(max(rates) / 1000, min(filter(None, rates)))
         axes.set_ylim(lowest / 2, 3 * max([needed, *rates]))
@@ -766,7 +766,7 @@ def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
     """Draws the inner steps, waits and flights of every group in the last rounds."""
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
-    # Steps are drawn slightly apart, so that each one can be seen.
+    # Steps are drawn slightly apart so that each one can be seen.
     gap = (last - first) / 1500
     rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))
@@ -807,7 +807,7 @@ def _last_rounds(run: Run) -> Span:
 
 
 def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_Bars]]]:
-    """Yields a labelled row for a group's inner steps and waits and for each of its fragments."""
+    """Yields labelled rows: one for a group's inner steps and waits, and one per fragment."""
     steps = [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps]
     waits = [landing.spans["wait"] for landing in head.landings]
     yield head.name, [_Bars(steps, theme.quiet, 0.45, 0.8), _Bars(waits, theme.line(1), 1, 0.8)]
@@ -916,7 +916,7 @@ PICTURES: Mapping[str, Picture] = {
         " this site. A site without marks has failed, left, or been late.",
     ),
 }
-"""The pictures by file name."""
+"""The pictures, by file name."""
 
 
 def pictures_of(run: Run) -> list[str]:

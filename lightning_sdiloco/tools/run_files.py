@@ -2,9 +2,9 @@
 
 [Note: clocks] Every rank records times on its own clock, and the clocks of hosts differ. However, a
 flight never ends on a rank before all groups that count in it have launched the fragment. Each
-flight therefore gives a lower and an upper bound for the difference between a clock and rank 0's
-clock. If the bounds allow a difference of zero, the clock is not changed. Otherwise, the clock is
-corrected by the mean of the bounds.
+flight therefore gives a lower and an upper bound for the difference between that rank's clock and
+rank 0's clock. If the bounds allow a difference of zero, the clock is not changed. Otherwise, the
+clock is corrected by the mean of the bounds.
 """
 
 import json
@@ -319,8 +319,8 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counted: set[str] = set()
     for landing in rank.landings:
         sites_of_fragment[landing.fragment] = set(landing.sites)
-        # A site may miss a round of one fragment by accident; a site in none of the last rounds is
-        # away.
+        # A site may miss a round of one fragment by chance, but a site that is in none of the last
+        # rounds is away.
         present = set().union(*sites_of_fragment.values())
         for site in sorted(present ^ counted):
             change = "counts" if site in present else "no longer counts"

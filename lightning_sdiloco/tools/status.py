@@ -45,7 +45,7 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: Status) -> Group:
-    """Shows the run in two tables, or the missing sites if the run is not founded yet."""
+    """Shows the run in two tables, or the missing sites if the run has not been founded yet."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"

@@ -1,6 +1,6 @@
 """Implements ``sdiloco simulate``, which simulates runs and presents the results.
 
-The runs of a sweep or of a methods file are simulated one after the other. With several seeds, each
+The runs of a sweep or a methods file are simulated one after the other. With multiple seeds, each
 run is compared with the first run. If a link is specified, the duration of each run is predicted.
 Results are presented as text, JSON and a picture.
 """
@@ -74,8 +74,8 @@ def simulate(
     picture: str | None = None,
     json: str | None = None,
 ) -> str:
-    """Simulate several worker groups with a LightningCLI configuration in this process, and predict
-    the time of the run on a link.
+    """Simulate multiple worker groups with a LightningCLI configuration in this process, and
+    predict how long the run would take on a link.
 
     Args:
         config: Configuration file of a LightningCLI. Repeat the option for several files. Later
@@ -308,7 +308,7 @@ def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
 
 
 def _absence(text: str) -> Absence:
-    """Reads an absence from a group and seconds, such as 1:30-90."""
+    """Reads an absence in the form of a group and seconds, such as 1:30-90."""
     group, _, span = text.partition(":")
     start, _, end = span.partition("-")
     first, last, number = (_number(part, "absence", "1:30-90") for part in (start, end, group))
@@ -347,7 +347,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
     speeds = places.speeds or (1.0,) * len(run.groups)
     groups = Groups(step_time, len(run.groups), memory_rate=places.memory_rate)
     method = Streaming(run.model, run.settings, groups)
-    # A launch schedule may decide during the run; all groups launch alike.
+    # A launch schedule may decide during the run, but all groups launch in the same way.
     launches = run.groups[0].launches if run.settings.schedule else None
     idle = [group.idle for group in run.groups]
     times = play(method, places.link, steps, speeds, places.absences, idle, launches=launches)
@@ -375,7 +375,7 @@ def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
 
 
 class Outcome(NamedTuple):
-    """A simulated run with its predicted duration if there is a link."""
+    """A simulated run, with its predicted duration if there is a link."""
 
     planned: Planned
     seed: int | None
@@ -468,7 +468,7 @@ def _federation(
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Begin]:
-    """Shows progress bars for runs and inner steps on stderr, so that stdout can be piped."""
+    """Shows progress bars for runs and inner steps on stderr so that stdout can be piped."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -654,7 +654,7 @@ def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
-    """Formats the means over several seeds and the differences from the first run."""
+    """Formats the means over multiple seeds and the differences from the first run."""
     losses = []
     sent = []
     seconds = []
@@ -752,7 +752,7 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
-    """Draws losses over inner steps, and over the predicted time or the bytes of a group."""
+    """Plots losses against inner steps, and against the predicted time or a group's bytes."""
     left, right = figure.subplots(1, 2)
     predictions = [outcome.prediction for outcome in outcomes if outcome.prediction is not None]
     costs, label = _costs_in_bytes(outcomes)
@@ -777,7 +777,7 @@ def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
 def _draw_outcome(
     left: "Axes", right: "Axes", outcome: Outcome, spent: list[float], color: str, label: str
 ) -> bool:
-    """Draws losses over inner steps and over costs. Returns whether there were validations."""
+    """Plots losses against inner steps and costs. Returns whether there were validations."""
     steps, losses = _mean_curve(outcome)
     left.plot(steps, losses, color=color, label=label)
     right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
@@ -819,7 +819,7 @@ def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
 
 
 def draw_sites(run: FederatedRun, figure: "Figure") -> None:
-    """Plots the loss of every site over inner steps and over virtual time."""
+    """Plots every site's loss against inner steps and against virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):
@@ -833,7 +833,7 @@ def draw_sites(run: FederatedRun, figure: "Figure") -> None:
 
 
 def _finish(figure: "Figure", left: "Axes", right: "Axes", label: str) -> None:
-    """Labels the axes of a picture, shares the loss axis, and adds a legend."""
+    """Labels a picture's axes, shares the loss axis, and adds a legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)
     left.set_ylabel("loss")

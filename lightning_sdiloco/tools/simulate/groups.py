@@ -79,7 +79,7 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    # The seconds of an inner step that the group announces; 0: as measured here.
+    # The seconds per inner step that the group announces, or 0 for the time measured here.
     step_time: float = 0.0
     connection: HubConnection | None = None  # only for a site
 
@@ -96,8 +96,8 @@ class SimulatedRank(NamedTuple):
 class SimulatedProcessesMixin(_Base):
     """Replaces the process handling of DDPStrategy with simulated ranks.
 
-    This class must follow the strategy in the list of base classes. Call `play` before you create
-    the Trainer.
+    This class must come after the strategy in the list of base classes. Call `play` before you
+    create the Trainer.
     """
 
     simulated_rank: SimulatedRank
@@ -110,7 +110,7 @@ class SimulatedProcessesMixin(_Base):
         self.simulated_rank = rank
         federation = self._options.federation
         if federation is not None:
-            # This happens only now, because jsonargparse cannot make a subclass of a dataclass.
+            # This happens only now, because jsonargparse cannot create a subclass of a dataclass.
             simulated = SimulatedFederation(**vars(federation), connection=rank.connection)
             self._options = replace(self._options, federation=simulated)
 
@@ -139,10 +139,10 @@ class SimulatedProcessesMixin(_Base):
         world = self.simulated_rank.topology.world
         assert module is not None
 
-        # This is a function, which copying the module does not copy, because it refers to the
-        # strategy.
+        # This is a function because it refers to the strategy, and copying the module does not copy
+        # functions.
         def gather(state: Tensor, group: Forwarded = None) -> list[Tensor]:
-            # They are gathered as objects, because the shapes may differ.
+            # The states are gathered as objects, because their shapes may differ.
             return [state] if in_batch(module) else list(world.all_gather_object(state))
 
         for metric in (part for part in module.modules() if isinstance(part, Metric)):
@@ -303,7 +303,7 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluates the outer model in the module on the last batches of the group."""
+        """Evaluates the outer model in the module on the group's last batches."""
         parameters = inspect.signature(pl_module.training_step).parameters
         can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
         if can_repeat and self._batches:
@@ -318,7 +318,7 @@ class RecorderMixin(_Callback):
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode without logging in a ``with`` block.
+    """Puts a module into evaluation mode and turns off its logging inside a ``with`` block.
 
     The random state and the mode of every submodule are restored afterwards.
     """
@@ -637,7 +637,7 @@ def check(
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # Objects given by class paths have not been made yet, and "auto" settings are chosen in the
+    # Objects given by class paths have not been created yet, and "auto" settings are chosen in the
     # run.
     plain_arguments: Numbers = {}
     for name, argument in arguments.items():
@@ -655,7 +655,7 @@ def live(
 ) -> tuple[Group, Run | None]:
     """Runs one group to completion in its thread.
 
-    Only the first group returns results that all groups share.
+    Only the first group returns the results that all groups share.
     """
     recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder).trainer

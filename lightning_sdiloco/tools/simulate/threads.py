@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[State, int]
-"""The random state and the rank of a thread, which are stored once per process."""
+"""The random state and the rank of a thread. A process stores only one of each."""
 
 
 def _restore(state: _State) -> None:
@@ -142,7 +142,7 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
-    """Creates the topologies of worker groups of one rank each, in alternating threads."""
+    """Creates the topologies of worker groups with one rank each, in alternating threads."""
     meetings: dict[int, _Meeting] = defaultdict(_Meeting)
     # The number of messages that each group has posted on each exchange, by engine.
     controls, progresses, payloads, second_hops = (
