@@ -297,7 +297,7 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: str | Path, write: Write
     ) -> None:
-        """Saves the state that all groups share, together with the state of each rank.
+        """Saves the state that all groups share, together with each rank's own state.
 
         All ranks must call this method.
 
@@ -484,7 +484,7 @@ class Checkpointer:
 
 
 class ResumedLoops:
-    """Makes the loops of a resumed trainer run as they would in an uninterrupted run.
+    """Makes a resumed trainer's loops run as they would in an uninterrupted run.
 
     The details are described in [Note: epochs after a resume] and [Note: the rest of a batch].
     """

@@ -11,10 +11,10 @@ groups are out of data, the epoch ends immediately.
 [Note: where the others are] A group without data does not know how many batches the other groups
 still have, and must not stop them. Therefore, every group announces its current batch before a
 launch, and before any other point where all ranks wait for each other. A group that runs out of
-data announces this immediately and waits for the announcements of the other groups. If all groups
-are out of data, the epoch ends with the last batch of any group. Otherwise, the group follows the
-other groups to the batch in which all ranks meet, takes part, and waits again. In every batch in
-which a group follows the others, at least one other group trains.
+data announces this immediately and waits for the other groups' announcements. If all groups are out
+of data, the epoch ends with the last batch of any group. Otherwise, the group follows the other
+groups to the batch in which all ranks meet, takes part, and waits again. In every batch in which a
+group follows the others, at least one other group trains.
 
 [Note: a batch ahead] If no length is known, the next batch is fetched before training on the
 current batch. Lightning relies on this prefetch to detect the last batch. A checkpoint contains the
@@ -95,8 +95,8 @@ class GroupPlaces:
     def end_after(self, last_own: int, batch: int) -> int | None:
         """Returns the last batch of the epoch, or None if another group continues with ``batch``.
 
-        This group's data ended after batch ``last_own``. The method waits for the announcements of
-        the other groups and requests the end of the epoch.
+        This group's data ended after batch ``last_own``. The method waits for the other groups'
+        announcements and requests the end of the epoch.
         """
         if self._end is None and self._last < batch:
             self._announce(last_own, data_has_ended=True)
@@ -112,12 +112,12 @@ class GroupPlaces:
         return self._end
 
     def collect(self, until: float = float("inf")) -> None:
-        """Receives the announcements that were posted up to and including an inner step."""
+        """Receives the announcements that were posted up to and including a given inner step."""
         while self._posted and self._posted[0][0] <= until:
             self._receive()
 
     def _announce(self, batch: int, data_has_ended: bool) -> None:
-        """Announces the current batch of this group or the batch after which its data ended."""
+        """Announces this group's current batch or the batch after which its data ended."""
         engine = self._fit.engine
         exchange = self._fit.groups.topology.progress
         message = torch.tensor([batch, data_has_ended], dtype=torch.int64).view(torch.uint8)
@@ -125,7 +125,7 @@ class GroupPlaces:
         self._posted.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _receive(self) -> list[list[int]]:
-        """Receives the announcements of all groups from the earliest exchange."""
+        """Receives all groups' announcements from the earliest pending exchange."""
         topology = self._fit.groups.topology
         timeout = self._fit.options.settings.timeout
         _, posted = self._posted.popleft()
@@ -151,7 +151,7 @@ class Phase(Enum):
 
 
 class GroupFetcher:
-    """Fetches the batches of this group, followed by idle batches if the group runs out of data.
+    """Fetches this group's batches, followed by idle batches if the group runs out of data.
 
     With multiple worker groups, this fetcher wraps Lightning's data fetcher.
 
@@ -226,7 +226,7 @@ class GroupFetcher:
         return fetched
 
     def _fetch(self) -> tuple[Batch, int, int] | None:
-        """Returns the next batch of this group, or None after the last batch."""
+        """Returns this group's next batch, or None after the last batch."""
         self._fetcher._start_profiler = self._start_profiler
         self._fetcher._stop_profiler = self._stop_profiler
         fetched = self._ahead or next(self._fetcher, None)
@@ -590,7 +590,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
-    """Makes checkpoints and schedules use the mean of a monitored metric over all ranks."""
+    """Makes checkpoints and schedules use a monitored metric's mean over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),

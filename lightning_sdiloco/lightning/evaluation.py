@@ -11,7 +11,7 @@ values. During this time, validation and checkpoints use the mean of the groups,
 exchange. A group that validates on its own must not wait for other groups. The exchange therefore
 takes place only if Lightning's loop has decided to validate, which happens after the same batch in
 all groups, and if every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a
-rank that ends with an exception does not wait for other ranks, and after a signal there is no time
+rank that ends with an exception does not wait for other ranks, and after a signal, there is no time
 for an exchange. In these cases, and whenever a single rank requests a ``state_dict``, the result is
 the group's own model, and a warning is logged. The mean is used until the next inner step, so the
 model that is saved as the best model is the one that was validated. The state from which a fit
@@ -24,7 +24,7 @@ outer parameters instead, which change only at landings. An update that is reque
 landings is made at the second landing. All groups land after the same inner steps, so their
 averages are bit-identical. At the end of a fit, all fragments land, but a longer fit resumes from
 the state before these landings. For this reason, a checkpoint contains the average from before the
-end, together with the number of updates that a longer fit would have made since then. A resumed fit
+end, together with the number of updates that a longer fit would have made after it. A resumed fit
 repeats these updates.
 """
 

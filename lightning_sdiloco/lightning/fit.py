@@ -1,4 +1,4 @@
-"""Runs a fit, driven by the hooks of a callback."""
+"""Runs a fit, driven by a callback's hooks."""
 
 import logging
 import math
@@ -560,7 +560,7 @@ def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
 
 
 def samples_in(batch: Batch) -> int:
-    """Returns the length of the first tensor in a batch, or 0 if there is no tensor."""
+    """Returns the length of a batch's first tensor, or 0 if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     if isinstance(batch, Mapping):

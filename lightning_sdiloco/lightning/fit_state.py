@@ -1,4 +1,4 @@
-"""Defines the shared state of a fit and the requests that ranks send each other.
+"""Defines a fit's shared state and the requests that ranks send each other.
 
 A request, for example after a signal, is sent in a launch's control vector. All ranks agree on the
 request when the launch lands.
@@ -104,7 +104,7 @@ class Requests:
 
 
 class FitState:
-    """The state that the parts of a fit share. Every fit creates a new object."""
+    """The state that a fit's parts share. Every fit creates a new object."""
 
     trainer: Trainer
     options: Options

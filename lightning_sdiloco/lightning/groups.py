@@ -350,9 +350,9 @@ def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> b
 class ScaleWatch:
     """Warns once about a loss that may be scaled by the total number of ranks, as is usual for DDP.
 
-    DistributedDataParallel averages gradients over the ranks of a group. A loss that is multiplied
-    by ``trainer.world_size`` to turn the average into a sum is therefore too large by a factor
-    equal to the number of groups. Rank 0 checks whether code outside Lightning reads
+    DistributedDataParallel averages gradients over a group's ranks. A loss that is multiplied by
+    ``trainer.world_size`` to turn the average into a sum is therefore too large by a factor equal
+    to the number of groups. Rank 0 checks whether code outside Lightning reads
     ``trainer.world_size`` in a training batch, and whether a module stores the number.
     """
 

@@ -1,6 +1,6 @@
-"""Defines how the ranks of a worker group store the model, which may be sharded.
+"""Defines how a worker group's ranks store the model, which may be sharded.
 
-A model's format determines the arguments of Lightning's strategy, the shape of a group, the wrapped
+A model's format determines the arguments of Lightning's strategy, a group's shape, the wrapped
 model, and how the model and the inner optimizers are saved and restored.
 
 [Note: sharded folders] Only the first worker group writes the folder, because all groups have the
@@ -599,7 +599,7 @@ _LEAST_BYTES = 1 << 26
 def release_gradients(
     trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
 ) -> None:
-    """Frees the gradients of the previous batch if they are large and no user hook needs them."""
+    """Frees the previous batch's gradients if they are large and no user hook needs them."""
     module = trainer.lightning_module
     begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:

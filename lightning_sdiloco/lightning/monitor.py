@@ -127,7 +127,7 @@ def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to the loggers' next row.
+    """Adds a landing's scalars to the loggers' next row.
 
     Additive values are summed. For all other values, the last value is kept.
     """
@@ -148,7 +148,7 @@ class Interval:
         self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Adds a landing. Returns the scalars of the round if the landing ends the round."""
+        """Adds a landing. Returns the round's scalars if the landing ends the round."""
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -688,7 +688,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
-    """Formats the settings of the outer step as a user would write them."""
+    """Formats the outer step's settings as a user would write them."""
     outer = engine.rounds.settings.outer
     parts = []
     for name, setting in engine.rounds.settings.numbers_and_policies.items():

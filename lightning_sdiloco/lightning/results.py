@@ -1,4 +1,4 @@
-"""Provides the results of a fit, even if the fit ran in other processes."""
+"""Provides a fit's results, even if the fit ran in other processes."""
 
 import signal
 import sys
@@ -80,8 +80,8 @@ class LauncherMixin(_Base):
 
     Large values are passed in files, in a folder that is removed after the launch. Lightning
     instead uses a queue on a pipe of about 64 kB, which the main process reads only after the other
-    processes have ended. If the data exceeded the size of the pipe, both sides would wait for each
-    other forever.
+    processes have ended. If the data exceeded the pipe's size, both sides would wait for each other
+    forever.
     """
 
     _strategy: Host

@@ -85,8 +85,8 @@ class GroupStrategy:
 
     Args:
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
-            ``"auto"`` means one group per node if there are several nodes, and one group per device
-            otherwise.
+            ``"auto"`` means one group per node if there are multiple nodes, and one group per
+            device otherwise.
         sync_every: The number of inner steps between two launches of the same fragment (H in the
             paper). If None, the number is between 10 and 100, depending on the length of the fit,
             or 100 if the length is unknown; see docs/choosing.md. If ``"auto"``, the planner
@@ -104,8 +104,8 @@ class GroupStrategy:
             put three repeated blocks into each fragment. Without a number, a fragment contains an
             eighth of the blocks, but at least one and at most three, or more if there would
             otherwise be more than 32 fragments. ``"balanced"`` makes as many fragments as
-            ``"strided"``, but of equal size. An integer sets the number of fragments, which then
-            have equal sizes. A list of lists of shell-style patterns for parameter names defines
+            ``"strided"``, but of equal size. An integer sets the number of fragments, which are
+            then equal in size. A list of lists of shell-style patterns for parameter names defines
             one fragment per list. ``"auto"`` is ``"strided"`` with a number of blocks that suits
             the link.
         compression: How outer gradients are encoded. Pass a name from
@@ -114,11 +114,11 @@ class GroupStrategy:
             ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link is fast enough.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: The momentum of the outer Nesterov SGD, as defined by torch, or ``"auto"``.
-        evaluate: The model that is validated during a fit. ``"outer"`` validates the outer model,
-            or the mean of the groups until every fragment has landed once. ``"mean"`` validates the
-            mean of the groups, which is exchanged for every validation. ``"local"`` validates each
-            group's own model. Checkpoints contain the outer model. Until every fragment has landed
-            once, and right after a validation of the mean, they contain the mean instead.
+        evaluate: The model that is validated during a fit. ``"outer"`` validates the outer model
+            or, until every fragment has landed once, the mean of the groups. ``"mean"`` validates
+            the mean of the groups, which is exchanged for every validation. ``"local"`` validates
+            each group's own model. Checkpoints contain the outer model. Until every fragment has
+            landed once, and right after a validation of the mean, they contain the mean instead.
         federation: The `Federation` that these separately launched ranks join as a site. If None,
             all worker groups are launched together.
         outer_optimizer: A replacement for the outer Nesterov SGD. Pass a function that takes the
@@ -158,7 +158,7 @@ class GroupStrategy:
 
     Raises:
         ValueError: If an argument is out of range. The message names the argument.
-        TypeError: If there is no such argument.
+        TypeError: If an argument does not exist.
     """
 
     strategy_name: ClassVar[str]
@@ -176,7 +176,7 @@ class GroupStrategy:
 
     @classmethod
     def _arguments(cls) -> dict[str, Argument]:
-        """Returns the arguments of this strategy with their descriptions."""
+        """Returns this strategy's arguments with their descriptions."""
         base_arguments = cls.model_format.base_arguments
         return {
             **arguments_of(GroupStrategy.__init__, GroupStrategy.__doc__),

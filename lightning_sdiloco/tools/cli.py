@@ -4,7 +4,7 @@ To add a subcommand, create a file with a function of the same name that returns
 and list the file in `COMMANDS`. jsonargparse reads the function's type hints and docstring. The
 first paragraph of the docstring becomes the summary, and lines that start with $ become examples in
 the help. A parameter without a default is positional, a bool is a flag, and an option for a list
-can be repeated. The fields of a dataclass parameter become options that several subcommands can
+can be repeated. The fields of a dataclass parameter become options that multiple subcommands can
 share. To report a user error, raise a ``ValueError``. The error's message is printed to stderr, and
 the command exits with code 2. A subcommand is imported only when it runs, because some subcommands
 do not need torch. The hub distribution contains only those that do not.
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The module and the functions of each subcommand.
+"""Each subcommand's module and functions.
 
 A function whose name differs from the subcommand's is a nested subcommand.
 """
@@ -59,7 +59,7 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     ),
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
-"""The options that accept numbers with a unit, and the size of each unit."""
+"""The options that accept numbers with a unit, and each unit's size."""
 
 _EXAMPLES: Mapping[str, str] = {
     "--params": "1B",
@@ -104,7 +104,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def without_units(args: Sequence[str]) -> list[str]:
-    """Converts numbers with a unit, such as 1B or 100Mbit, to the units of the command.
+    """Converts numbers with a unit, such as 1B or 100Mbit, to the command's units.
 
     Raises:
         ValueError: If a unit is unknown or a required unit is missing.
@@ -369,7 +369,7 @@ class _Parser(ArgumentParser):
         sys.exit(2)
 
     def _refusal_of_setting(self, name: str, value: str) -> str:
-        """Explains why this command does not have a setting, if there is an explanation."""
+        """Explains why this command does not have a setting, if the reason is known."""
         names = [action.dest for action in self._actions]
         # A command that has settings has already imported them, and torch with them.
         if "fragments" not in names:

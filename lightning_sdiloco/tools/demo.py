@@ -1,4 +1,4 @@
-"""Runs ``sdiloco demo``, which trains the example with several settings and compares the costs.
+"""Runs ``sdiloco demo``, which trains the example with different settings and compares the costs.
 
 All runs use two CPU processes and the same model, seed, data and number of tokens
 (``examples/configs/base.yaml``). Each run starts ``pretrain_text.py`` with a command that is saved
@@ -6,8 +6,8 @@ with the results and can also be run by hand. Losses are measured, whereas the p
 times on a slow link from the measured step time, the bytes that each method sends, and the
 properties of the link.
 
-The results of each setting are kept in a separate file until all settings have been trained. After
-an interruption, the demo therefore trains only the remaining settings.
+Each setting's results are kept in a separate file until all settings have been trained. After an
+interruption, the demo therefore trains only the remaining settings.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def demo(
 
     Args:
         steps: Number of inner steps for each setting.
-        settings: Setting to train: ddp, diloco or streaming_fp4. Repeat the option for several
-            settings. By default, all settings are trained.
+        settings: Setting to train: ddp, diloco or streaming_fp4. Repeat the option to train
+            multiple settings. By default, all settings are trained.
         out: Folder for results and pictures. After an interruption, run the same command again to
             train the remaining settings.
 
@@ -132,7 +132,7 @@ def numbers_of(setting: str, folder: Path) -> Path:
 
 
 def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers:
-    """Returns the results of a setting from an interrupted demo or from a new run."""
+    """Returns a setting's results from an interrupted demo or from a new run."""
     path = numbers_of(setting, folder)
     command = training_command(setting, steps, path)
     if path.exists():
@@ -196,7 +196,7 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
 
 
 def description_of(setting: str) -> str:
-    """Returns the name of a setting, padded so that the progress bars line up."""
+    """Returns a setting's name, padded so that the progress bars line up."""
     return SETTINGS[setting].ljust(max(map(len, SETTINGS.values())))
 
 
@@ -250,7 +250,7 @@ def cells(row: Numbers, baseline: int) -> list[str]:
 
 
 def time_on_link(row: Numbers) -> str:
-    """Formats the duration of a run on the slow link."""
+    """Formats how long a run takes on the slow link."""
     return short(row["link_seconds"][str(row["steps"])])
 
 
@@ -301,8 +301,7 @@ def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
 def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
     """Computes the seconds that a run on the link would need to reach each validation.
 
-    The results of the run include ``link_step_seconds``, the duration of a step without an
-    exchange.
+    The run's results include ``link_step_seconds``, the duration of a step without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}

@@ -448,7 +448,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_direction(link: MeasuredLink, back: float) -> Finding:
-    """Compares the bandwidths of the two directions of a link."""
+    """Compares the bandwidths of a link's two directions."""
     check = f"bandwidth {link.source} -> {link.target}"
     rate = readable_rate(link.bits_per_second / 1e9)
     if link.bits_per_second * _UNEQUAL >= back:
@@ -526,7 +526,7 @@ def measure(
 
 
 def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, tuple[str, int]]:
-    """Gathers the addresses of the listeners on the first rank of each group."""
+    """Gathers the addresses of the listeners on each group's first rank."""
     entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
     return {group: (str(host), int(port)) for group, host, port in entries}
 
@@ -671,7 +671,7 @@ def _check_keys(options: HubOptions) -> Finding:
 
 
 def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterator[Finding]:
-    """Checks the connection to one address of the hub and then the run."""
+    """Checks the connection to one of the hub's addresses, and then the run."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
@@ -735,7 +735,7 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
 
 
 def _check_run(status: Numbers) -> Iterator[Finding]:
-    """Reports the state of the run, the hub's disk space, and the compatibility of versions."""
+    """Reports the run's state, the hub's disk space, and whether versions are compatible."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"

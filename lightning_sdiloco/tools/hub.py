@@ -133,7 +133,7 @@ class HubOptions:
     """Options shared by all commands that contact a hub.
 
     Args:
-        hub: Address and port of the hub. Separate several addresses with commas.
+        hub: Address and port of the hub. Separate multiple addresses with commas.
         keys: Your bundle. Commands that change the run require the bundle of an operator.
         run: Name of the run, if the bundle does not contain it.
         insecure: Connect to a hub that does not use keys.
@@ -469,7 +469,7 @@ def _family(
 
 
 def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -> Iterator[object]:
-    """Yields the metrics of the sites, without samples for metrics that are None."""
+    """Yields the sites' metrics, without samples for metrics that are None."""
     states: Samples = []
     for name, site in sites.items():
         for state in STATES:

@@ -72,8 +72,8 @@ def plan(
     recommend settings.
 
     Args:
-        model: Class path of a LightningModule or another module. Set the arguments of the class
-            with --model.NAME.
+        model: Class path of a LightningModule or another module. Set the class's arguments with
+            --model.NAME.
         params: Number of parameters, as an alternative to --model.
         layers: Number of layers, required with --params.
         step_time: Duration of an inner step without an exchange between groups.
@@ -165,7 +165,7 @@ def plan(
 def _numbers(
     methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
 ) -> Numbers:
-    """Returns the numbers of a plan by their JSON names."""
+    """Returns a plan's numbers, keyed by their JSON names."""
     model = streaming.model
     groups = streaming.groups
     compressions = {}
@@ -216,7 +216,7 @@ def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> floa
 
 
 def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
-    """Reads the rates of all links in Gbit/s, by name."""
+    """Reads the rates of all links in Gbit/s, keyed by name."""
     if path is None:
         return {}
     if bandwidth is not None:
@@ -351,7 +351,7 @@ def _ways(
 
 
 def _settings(method: Streaming) -> Numbers:
-    """Returns the settings of a method by their JSON names, with numbers instead of ``auto``."""
+    """Returns a method's settings, keyed by JSON name, with numbers instead of ``auto``."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -376,7 +376,7 @@ NAMES: Mapping[str, str] = {
 
 
 def _plan_as_text(numbers: Numbers) -> str:
-    """Formats the setup, both tables and the recommendation of a plan."""
+    """Formats a plan's setup, both tables, and the recommendation."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
@@ -498,7 +498,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats the share of each link and the gain over equal shares."""
+    """Formats each link's share and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),

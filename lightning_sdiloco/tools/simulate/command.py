@@ -78,7 +78,7 @@ def simulate(
     predict how long the run would take on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Repeat the option for several files. Later
+        config: Configuration file of a LightningCLI. Repeat the option for multiple files. Later
             files override earlier files.
         set: Additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat the
             option for more arguments.
@@ -188,7 +188,7 @@ _METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run to simulate, identified by the varied arguments or by the name of a method."""
+    """A run to simulate, identified by the varied arguments or by a method's name."""
 
     varied: Numbers
     groups: int
@@ -230,7 +230,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
 
 
 def _values_of(sweep: str, name: str, text: str) -> list[object]:
-    """Reads the values of an argument in a sweep."""
+    """Reads an argument's values in a sweep."""
     values = [yaml.safe_load(part) for part in text.split(",") if part]
     if not values:
         raise ValueError(
@@ -339,7 +339,7 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Run, places: Places) -> Prediction | None:
-    """Predicts the duration of a run, or returns None if there is no link or nothing was sent."""
+    """Predicts a run's duration, or returns None if there is no link or nothing was sent."""
     step_time = places.step_time or run.step_seconds
     if places.link is None or len(run.groups) < 2 or step_time is None:
         return None
@@ -363,7 +363,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
 
 
 def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
-    """Predicts the duration of a run with DDP.
+    """Predicts how long a run would take with DDP.
 
     Each step takes as long as in the slowest group, and all groups wait while a group is absent.
     """
@@ -448,7 +448,7 @@ def _simulated(
 def _federation(
     configuration: Configuration, count: int, places: Places, picture: str | None, json: str | None
 ) -> str:
-    """Simulates the sites of a federation and returns the text to print."""
+    """Simulates a federation's sites and returns the text to print."""
     if places.step_time is None:
         raise ValueError(
             "--sites requires --step-time, because the duration of an inner step determines which"
@@ -499,7 +499,7 @@ def _write(path: str, numbers: Numbers) -> None:
 
 
 def _as_json(outcome: Outcome) -> Numbers:
-    """Returns the numbers of a run by their names in the JSON file."""
+    """Returns a run's numbers, keyed by their names in the JSON file."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -529,7 +529,7 @@ def _as_json(outcome: Outcome) -> Numbers:
 
 
 def _site_as_json(site: Site) -> Numbers:
-    """Returns the numbers of a site by their names in the JSON file."""
+    """Returns a site's numbers, keyed by their names in the JSON file."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -591,7 +591,7 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    """Formats a federation with a row for each site and the validations of the first site."""
+    """Formats a federation with a row for each site and the first site's validations."""
     sites = run.sites
     columns = {
         "site": range(len(sites)),
@@ -706,7 +706,7 @@ def _by_choices(
 
 
 def _settings(run: Run) -> str:
-    """Describes the model and the settings of a run."""
+    """Describes a run's model and settings."""
     settings = run.settings
     numbers = settings.numbers_and_policies
     mixing = numbers.pop("mixing")
@@ -811,7 +811,7 @@ def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str
 
 
 def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Returns inner steps and the smoothed mean loss of the groups at these steps."""
+    """Returns inner steps and the groups' smoothed mean loss at these steps."""
     batches_of_groups = zip(*(group.losses for group in outcome.run.groups), strict=False)
     curve = list(map(mean, batches_of_groups))
     batches, losses = _smooth(curve)

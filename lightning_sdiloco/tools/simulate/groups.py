@@ -1,4 +1,4 @@
-"""Runs a LightningCLI configuration as several worker groups, each with a separate Trainer."""
+"""Runs a LightningCLI configuration as multiple worker groups, each with a separate Trainer."""
 
 import inspect
 import logging
@@ -223,7 +223,7 @@ class Validation(NamedTuple):
 
 @dataclass
 class Group:
-    """The history of a worker group."""
+    """A worker group's history."""
 
     losses: list[float] = field(default_factory=list)
     outer_loss: float | None = None
@@ -245,7 +245,7 @@ class Group:
 
 
 class RecorderMixin(_Callback):
-    """Records the history of a simulated group and calls ``stepped`` after every inner step."""
+    """Records a simulated group's history and calls ``stepped`` after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
         self._rank = rank
@@ -255,7 +255,7 @@ class RecorderMixin(_Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the speed of the group on the real machines."""
+        """Sets the group's speed on the real machines."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
@@ -357,7 +357,7 @@ class SimulatedClasses(NamedTuple):
 
 @cache
 def simulated_classes(distribution: str) -> SimulatedClasses:
-    """Creates the classes of a simulated worker group for a distribution of Lightning."""
+    """Creates a simulated worker group's classes for a distribution of Lightning."""
     ours, trainer, fabric = _OURS[distribution]
     strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
     host = import_module(f"{trainer}.strategies").DDPStrategy
@@ -373,7 +373,7 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration files of a training run and the classes that its script would pass."""
+    """A training run's configuration files and the classes that its script would pass."""
 
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -483,7 +483,7 @@ def _is_bar(callback: object) -> bool:
 
 
 def _arguments_of(trainer: Trainer, choices: Mapping[str, object], rank: SimulatedRank) -> Numbers:
-    """Returns the arguments of the simulated strategy from the files and the choices."""
+    """Returns the simulated strategy's arguments from the files and the choices."""
     arguments = {**_configured_arguments(trainer), **choices}
     for name in ("sync_every", "overlap_steps", "fragments", "compression"):
         if arguments.get(name) == "auto":
@@ -573,7 +573,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a run with its groups and the outer model that they share."""
+    """A run's outcome, with its groups and the outer model that they share."""
 
     groups: list[Group]
     validations: list[Validation]
@@ -610,7 +610,7 @@ def run(
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
-    """Runs a configuration as several worker groups of one rank each, in alternating threads."""
+    """Runs a configuration as multiple worker groups of one rank each, in alternating threads."""
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     lives = []
     for group, topology in enumerate(simulated_topologies(groups, turns.until)):

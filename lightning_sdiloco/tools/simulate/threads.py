@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[State, int]
-"""The random state and the rank of a thread. A process stores only one of each."""
+"""A thread's random state and rank. A process stores only one of each."""
 
 
 def _restore(state: _State) -> None:
