@@ -22,9 +22,9 @@ before any other work that is due at that point, such as a validation, a metric-
 update, or the end of the epoch. Lightning skips this work when it resumes. However, the work may
 draw random numbers, and early stopping and other checkpoints may depend on its results. Therefore,
 a resumed run does this work first. Checkpoints that are saved in response to a signal are an
-exception, because they are saved after the work. Learning rate updates are also repeated after a
-checkpoint that was saved at the end of an epoch, which is the default for `ModelCheckpoint`. With
-``max_steps``, Lightning would train such an epoch again.
+exception, because they are saved after the work. Learning rate updates are also repeated when a run
+resumes from a checkpoint that was saved at the end of an epoch, which is the default for
+`ModelCheckpoint`. With ``max_steps``, Lightning would train such an epoch again.
 
 [Note: metrics after a resume] Lightning does not save metrics. As a result, the mean over a resumed
 epoch would cover only the batches after the resume. Early stopping, checkpoints and learning rates
@@ -269,7 +269,7 @@ class Checkpointer:
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
     def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
-        """Logs on rank 0 how this run differs from the run that saved the checkpoint.
+        """Logs, on rank 0, how this run differs from the one that saved the checkpoint.
 
         All ranks must call this method.
         """
@@ -574,7 +574,7 @@ _NOT_STATES = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Trainer) -> State:
-    """Returns the metrics that callbacks read and the accumulated sums of an unfinished epoch."""
+    """Returns the metrics that callbacks read and the sums accumulated in an unfinished epoch."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics

@@ -564,7 +564,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _save_together(undo: ExitStack, fit: FitState) -> None:
-    """Makes all ranks decide on time-based checkpoints together when a launch lands."""
+    """Makes all ranks decide together on time-based checkpoints when a launch lands."""
     savers = [
         callback
         for callback in fit.trainer.callbacks

@@ -199,7 +199,8 @@ class Rewritten:
 
         Args:
             engine: The engine.
-            digests: The digests of the parameters that were overwritten on this rank, by name.
+            digests: The digests of the parameters that were overwritten on this rank, keyed by
+                name.
             hooks: The hooks that may have overwritten the parameters.
             with_all: Whether all ranks are calling this method and can compare their values.
         """

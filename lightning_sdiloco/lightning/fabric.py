@@ -128,7 +128,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # For users
 
     def finish(self) -> list[Landing]:
-        """Ends training, after which the model contains the outer parameters.
+        """Ends training. Afterwards, the model contains the outer parameters.
 
         Call this method after the last step, in all processes. First, all fragments in flight land.
         Then every fragment is set to the plain mean of the groups' local parameters. The method

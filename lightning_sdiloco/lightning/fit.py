@@ -322,7 +322,7 @@ class Fit(FitState):
         self._must_wrap = True
 
     def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Makes a checkpoint between two epochs include parameters that hooks have replaced."""
+        """Makes a checkpoint between two epochs include the parameters that hooks have replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
         if engine is None or engine.is_finished:
@@ -555,7 +555,7 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Converts scalars to float64 tensors, which represent any number of bytes exactly."""
+    """Converts scalars to float64 tensors, which can represent any number of bytes exactly."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 

@@ -1,6 +1,6 @@
 """Connects the ranks of worker groups and determines which ranks a collective spans.
 
-Inside a batch, collectives of Lightning and user code stay within the worker group. Everywhere
+Inside a batch, the collectives of Lightning and user code stay within the worker group. Everywhere
 else, they span all ranks.
 """
 
@@ -227,7 +227,7 @@ class ConnectedGroups:
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
         """Returns the joint decision of all ranks.
 
-        Before the ranks are connected, and after an exception, the result is this rank's own
+        Before the ranks are connected and after an exception, the result is this rank's own
         decision.
         """
         if self.is_alone or not self.is_connected:

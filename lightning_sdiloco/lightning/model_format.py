@@ -557,7 +557,7 @@ def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
 def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets immediately.
 
-    A resumed fit then adds gradients in the same order as an uninterrupted fit.
+    As a result, a resumed fit adds gradients in the same order as an uninterrupted fit.
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -211,7 +211,7 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Values of ``time.perf_counter()`` in a field of a record."""
+"""Values of ``time.perf_counter()`` in a record's field."""
 
 
 class Deferred:
@@ -598,7 +598,7 @@ class Announcement:
             self._advise_on_signals(seconds)
 
     def _link_needed(self, seconds: float) -> str:
-        """Formats the required link rate as the end of a sentence.
+        """Formats the required link rate for the end of a sentence.
 
         Args:
             seconds: The duration of an inner step.
@@ -642,7 +642,7 @@ class Announcement:
 
 
 def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
-    """Returns the number of bytes that this rank sends for each fragment, without buffers."""
+    """Returns the number of bytes that this rank sends for each fragment, excluding buffers."""
     topology = engine.topology
     settings = engine.rounds.settings
     all_reduce = all_reduce_for(

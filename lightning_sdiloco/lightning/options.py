@@ -5,7 +5,7 @@ inner step `sync_every`. During these steps, the engine uses placeholder values 
 that are still open. Then all ranks exchange their step times, measure the link together, and adopt
 rank 0's choice. The engine continues as if it had used the chosen settings from the start, so the
 run is bit-identical to one that was started with these settings. Every later checkpoint contains
-the chosen settings, and a resumed fit restores them. A dense beginning is chosen in the same way,
+the chosen settings, and a resumed fit restores them. A dense beginning is chosen in the same way
 before its first launch is due. Dense rounds are made as short as possible without making training
 wait for the link. If the user omits `sync_every`, its value depends on the length of the fit. The
 value is increased if training would otherwise wait for the link.
@@ -508,7 +508,7 @@ class Options:
             self.why_rounds = "from the checkpoint"
 
     def restore(self, saved: Fields) -> None:
-        """Restores the applicable settings and any choice of the planner from a checkpoint."""
+        """Restores the applicable settings, and any choice of the planner, from a checkpoint."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.follows_length:

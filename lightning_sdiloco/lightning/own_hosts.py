@@ -52,7 +52,7 @@ def _environment_by_variables(environment: Internal) -> Internal:
 
 
 def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
-    """Moves this host's checkpoints and logs into a folder of the site.
+    """Moves this host's checkpoints and logs into the site's folder.
 
     The trainer's folders may be shared between hosts. Returns the federation with the hub's folder
     next to the site's folder.

@@ -1,4 +1,4 @@
-"""Implements the ``sdiloco`` command by turning the parameters of functions into options.
+"""Implements the ``sdiloco`` command by turning function parameters into options.
 
 To add a subcommand, create a file with a function of the same name that returns the text to print,
 and list the file in `COMMANDS`. jsonargparse reads the function's type hints and docstring. The

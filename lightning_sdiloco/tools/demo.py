@@ -3,8 +3,8 @@
 All runs use two CPU processes and the same model, seed, data and number of tokens
 (``examples/configs/base.yaml``). Each run starts ``pretrain_text.py`` with a command that is saved
 with the results and can also be run by hand. Losses are measured, whereas the planner computes the
-times on a slow link from the measured step time, the bytes that each method sends, and the
-properties of the link.
+times on a slow link from the measured step time, the bytes that each method sends, and the link's
+properties.
 
 Each setting's results are kept in a separate file until all settings have been trained. After an
 interruption, the demo therefore trains only the remaining settings.
@@ -255,7 +255,7 @@ def time_on_link(row: Numbers) -> str:
 
 
 def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
-    """Describes the difference in loss and the time of both runs on the slow link."""
+    """Describes the difference in loss and how long both runs take on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))

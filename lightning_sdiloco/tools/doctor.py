@@ -53,7 +53,7 @@ from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
-"""The seconds for which each direction is measured.
+"""The number of seconds for which each direction is measured.
 
 Only the second half counts, because connections start slowly.
 """

@@ -54,8 +54,8 @@ def hub(
         metrics: Address and port for Prometheus metrics and for health checks at /healthz. By
             default, metrics are not served. Anyone who can reach this port can read the metrics.
         quorum: Custom quorum that sites may use to found the run, given as module.Class. The hub
-            must be able to import the module. Other custom quorums are refused. The quorums of this
-            package are always allowed.
+            must be able to import the module. Other custom quorums are refused. This package's
+            quorums are always allowed.
         backups: Folder on a different disk for copies of the ledger and payloads, which are made
             while the run continues. If the first disk is lost, start a hub with `--ledger
             FOLDER/hub.sqlite`.
@@ -134,7 +134,7 @@ class HubOptions:
 
     Args:
         hub: Address and port of the hub. Separate multiple addresses with commas.
-        keys: Your bundle. Commands that change the run require the bundle of an operator.
+        keys: Your bundle. Commands that change the run require an operator's bundle.
         run: Name of the run, if the bundle does not contain it.
         insecure: Connect to a hub that does not use keys.
     """
@@ -145,7 +145,7 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub with the name and, by default, the run from the bundle."""
+        """Connects to the hub with the bundle's name and, by default, its run."""
         if self.hub is None:
             raise ValueError("The hub's address is missing. Specify --hub ADDRESS:PORT.")
         name = str(role)
@@ -210,7 +210,7 @@ def end(options: HubOptions) -> str:
 
 
 def backup(options: HubOptions) -> str:
-    """Copy the ledger and payloads of a run to the hub's backup folder immediately.
+    """Copy a run's ledger and payloads to the hub's backup folder immediately.
 
     Args:
         options: Options for the connection to the hub.
@@ -227,7 +227,7 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Change the terms of a run during training. Terms that you omit stay unchanged.
+    """Change a run's terms during training. Terms that you omit stay unchanged.
 
     Args:
         options: Options for the connection to the hub.
@@ -448,7 +448,7 @@ class MetricsServer:
 
 
 Samples = list[tuple[list[str], float]]
-"""The samples of a metric, as pairs of labels and values."""
+"""A metric's samples, as pairs of labels and values."""
 
 
 def _family(

@@ -90,8 +90,8 @@ def plan(
         delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --quorum.
         links: YAML file with the rate of each group's link in Gbit/s, as a list or as a mapping
-            from names. This option replaces --bandwidth and --groups. The plan uses the slowest
-            link and shows the gain of a two-shot exchange whose parts suit the links.
+            from names to rates. This option replaces --bandwidth and --groups. The plan uses the
+            slowest link and shows the gain of a two-shot exchange whose parts suit the links.
         round_trip: Round-trip time to another group.
         loss: Share of packets that are lost. For example, 0.001 means 0.1 %.
         sync_every: Number of inner steps between two launches of the same fragment.
@@ -372,7 +372,7 @@ NAMES: Mapping[str, str] = {
     "streaming_overlap": "... with overlap",
     "streaming_overlap_fp4": "... and FP4",
 }
-"""The names of the methods in the tables."""
+"""The methods' names in the tables."""
 
 
 def _plan_as_text(numbers: Numbers) -> str:
@@ -566,7 +566,7 @@ _POINTS_PER_DECADE = 40
 def _draw(
     path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
 ) -> None:
-    """Draws the panels, each with curves between two powers of ten, and saves the picture."""
+    """Draws panels, each with curves between two powers of ten, and saves the picture."""
     count = (last - first) * _POINTS_PER_DECADE + 1
     points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def report(run: str, output: str | None = None) -> str:
-    """Create a report of a run with a page (report.html), pictures (.png), and a trace of all ranks
+    """Create a report on a run with a page (report.html), pictures (.png), and a trace of all ranks
     (timeline.json).
 
     Args:
@@ -512,7 +512,7 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landing: LandingRecord) -> list[Span]:
-    """Returns the spans in which this rank recorded that a fragment was on the link."""
+    """Returns the spans for which this rank recorded that a fragment was on the link."""
     hops = [landing.spans[name] for name in ("transfer", "relay") if name in landing.spans]
     return hops or [landing.spans["flight"]]
 
@@ -533,7 +533,7 @@ def in_background(landing: LandingRecord) -> list[Span]:
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """Returns the total sending rate of a group in Gbit/s, for every quarter of a round."""
+    """Returns a group's total sending rate in Gbit/s for every quarter of a round."""
     landings = [landing for rank in ranks for landing in rank.landings if landing.bytes_sent]
     if not landings:
         return []
@@ -648,7 +648,7 @@ def _axes(figure: "Figure", x: str, y: str, place: int = 111) -> "Axes":
 
 
 def _line(axes: "Axes", points: Curve, **style: StyleValue) -> None:
-    """Draws a curve. If there are many points, neighbouring points are averaged first."""
+    """Draws a curve. If there are many points, neighbouring ones are averaged first."""
     if not points:
         return
     x, y = zip(*averaged(points, -(-len(points) // _POINTS)), strict=True)
@@ -763,7 +763,7 @@ class _Bars(NamedTuple):
 
 
 def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the inner steps, waits and flights of every group in the last rounds."""
+    """Draws every group's inner steps, waits and flights in the last rounds."""
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
     # Steps are drawn slightly apart so that each one can be seen.

@@ -19,7 +19,7 @@ _EVERY = 1.0  # seconds between updates
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run. On a terminal, the table is updated until Ctrl-C is
+    """Show a run's sites and fragments. On a terminal, the table is updated until Ctrl-C is
     pressed.
 
     Args:

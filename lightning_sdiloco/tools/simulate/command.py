@@ -1,7 +1,7 @@
 """Implements ``sdiloco simulate``, which simulates runs and presents the results.
 
 The runs of a sweep or a methods file are simulated one after the other. With multiple seeds, each
-run is compared with the first run. If a link is specified, the duration of each run is predicted.
+run is compared with the first one. If a link is specified, each run's duration is predicted.
 Results are presented as text, JSON and a picture.
 """
 
@@ -79,7 +79,7 @@ def simulate(
 
     Args:
         config: Configuration file of a LightningCLI. Repeat the option for multiple files. Later
-            files override earlier files.
+            files override earlier ones.
         set: Additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat the
             option for more arguments.
         cli: Class path of the LightningCLI, if the training script defines one.
@@ -87,13 +87,13 @@ def simulate(
         data: Class path of the data module, if the script passes a data module class to the
             LightningCLI.
         groups: Number of worker groups, with one rank each.
-        sites: Number of sites of a federation, with one rank each, as an alternative to --groups.
+        sites: Number of sites in a federation, with one rank each, as an alternative to --groups.
         sweep: Argument to vary and its values, such as sync_every=10,20. The argument can be groups
-            or any argument of the strategy. Repeat the option to vary more arguments.
+            or any of the strategy's arguments. Repeat the option to vary more arguments.
         methods: YAML file of runs to compare, as an alternative to --sweep. The file maps names to
-            arguments of the strategy.
+            the strategy's arguments.
         seeds: Seeds, such as 0,1,2, for each combination of the sweep or the methods. Every
-            combination is compared with the first combination.
+            combination is compared with the first one.
         bandwidth: Bandwidth between a group and all other groups, or between a site and its hub,
             for predicting times.
         round_trip: Round-trip time to another group.
@@ -103,7 +103,7 @@ def simulate(
         speeds: Relative speed of each group, such as 1,1,0.5, where 1 corresponds to the step time.
         delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --sites.
-        absence: Time during which a group is absent, in predicted seconds, such as 1:30-90 for
+        absence: Period during which a group is absent, in predicted seconds, such as 1:30-90 for
             group 1. Repeat the option for more absences.
         memory_rate: Memory bandwidth of a device in GB/s. Typical values are 1000 for a GPU and 10
             for a CPU core.
@@ -164,7 +164,7 @@ def _imported(name: str, path: str) -> type:
 def _refuse_without_link(
     round_trip: float, loss: float, step_time: float | None, speeds: str | None, absence: list[str]
 ) -> None:
-    """Refuses options that have no effect without a link."""
+    """Refuses options that would have no effect without a link."""
     options = {
         "--round-trip": round_trip,
         "--loss": loss,
@@ -436,7 +436,7 @@ def _worker_groups(
 def _simulated(
     configuration: Configuration, planned: Planned, seed: int | None, places: Places, begin: Begin
 ) -> Outcome:
-    """Simulates a run with one seed and predicts its time on the link."""
+    """Simulates a run with one seed and predicts how long it would take on the link."""
     if seed is not None:
         arguments = (*configuration.arguments, f"seed_everything={seed}")
         configuration = replace(configuration, arguments=arguments)
@@ -679,7 +679,7 @@ def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
 
 
 def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
-    """Formats the difference in loss from the first run in percent, with its interval."""
+    """Formats the difference in loss from the first run as a percentage, with its interval."""
     percents = []
     for outcome, first in zip(row, first_row, strict=True):
         if outcome.loss is not None and first.loss:
@@ -848,7 +848,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Averages over windows of a fiftieth of the run. Each mean is placed at the window's end."""
+    """Averages over windows of a fiftieth of the run and puts each mean at its window's end."""
     width = max(1, len(losses) // 50)
     ends = list(range(width, len(losses) + 1))
     return ends, [sum(losses[end - width : end]) / width for end in ends]

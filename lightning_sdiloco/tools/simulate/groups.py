@@ -94,7 +94,7 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces the process handling of DDPStrategy with simulated ranks.
+    """Replaces DDPStrategy's process handling with simulated ranks.
 
     This class must come after the strategy in the list of base classes. Call `play` before you
     create the Trainer.
@@ -207,11 +207,11 @@ else:
     _Callback = object
 
 LAST = 10
-"""The number of final batches over which losses are averaged and the outer model is evaluated."""
+"""The number of final batches for averaging losses and evaluating the outer model."""
 
 
 class Validation(NamedTuple):
-    """The metrics of a validation and the inner step after which the validation took place."""
+    """A validation's metrics and the inner step after which it took place."""
 
     step: int
     metrics: dict[str, float]
@@ -263,7 +263,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Announces a new inner step before the first batch of the step."""
+        """Announces a new inner step before the step's first batch."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()

@@ -74,7 +74,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Gives the turn to other threads until a condition is true."""
+        """Passes the turn to other threads until a condition is true."""
         self._go_on()
         if ready():
             return
@@ -112,7 +112,7 @@ class Turns(Generic[Result]):
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can continue. Fails if all threads are waiting."""
+        """Passes the turn to the next thread that can continue. Fails if all threads wait."""
         waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
         order = sorted(waiting, key=lambda number: (number <= seat, number))
         chosen = next((number for number in order if waiting[number]()), None)
@@ -215,7 +215,7 @@ class SimulatedWorld(Communicator):
 
 
 class TurnTakingExchange(Exchange[tuple[int, object]]):
-    """An exchange in which each group gives the turn to other groups until all have posted."""
+    """An exchange in which each group passes the turn to other groups until all have posted."""
 
     bytes_sent: int
     bytes_received: int
