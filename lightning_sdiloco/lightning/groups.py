@@ -340,7 +340,7 @@ def in_batch(module: LightningModule | None) -> bool:
 
 
 def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces it if it does not."""
+    """Returns whether a collective stays inside the worker group, and announces it if not."""
     stays = in_batch(module)
     if not stays:
         groups.meet()

@@ -44,7 +44,7 @@ Internal = Any
 """A Lightning object whose class depends on the version or distribution."""
 
 Trainer = Any
-"""A Trainer of either distribution. Lightning declares few of its attributes, not even callbacks."""
+"""A Trainer of either distribution. Lightning declares few attributes, not even callbacks."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as LightningModule
