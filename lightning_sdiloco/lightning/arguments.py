@@ -1,8 +1,8 @@
-"""Presents the arguments of a strategy in ``help()``, command lines, and the API page.
+"""Presents a strategy's arguments in ``help()``, on command lines, and on the API page.
 
 ``GroupStrategy.__init__`` takes the arguments that all strategies share, and ``base_arguments``
-takes the arguments of a model format. Each argument is documented once, in the function that takes
-it.
+takes those that are specific to a model format. Each argument is documented once, in the function
+that takes it.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from typing_extensions import TypedDict, Unpack
 from lightning_sdiloco.algorithm.config import OTHER_NAMES, refuse_unknown
 from lightning_sdiloco.lightning.host import Forwarded
 
-# A command line also passes names that are not arguments, so that the strategy can tell users what
+# A command line also passes names that are not arguments so that the strategy can tell users what
 # to write instead.
 OtherNames = TypedDict("OtherNames", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
 
@@ -29,7 +29,7 @@ class Argument(NamedTuple):
 
 
 def arguments_of(function: Callable[..., object], docstring: str | None) -> dict[str, Argument]:
-    """Returns the arguments that a function's docstring describes, by name."""
+    """Returns the arguments that a function's docstring describes, keyed by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2].partition("\n\n")[0]
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, flags=re.MULTILINE))
     parameters = inspect.signature(function).parameters
@@ -47,7 +47,7 @@ def docstring_of(summary: str, arguments: Mapping[str, Argument], raises: str) -
 
 
 def take_arguments(strategy: Any, arguments: Iterable[Argument]) -> None:
-    """Sets the signature of a strategy and makes the strategy refuse other arguments."""
+    """Sets a strategy's signature and makes the strategy refuse all other arguments."""
     parameters = [argument.parameter for argument in arguments]
     strategy.__signature__ = inspect.Signature(parameters)
     init = strategy.__init__

@@ -1,46 +1,46 @@
-"""Saves checkpoints of a fit and resumes from them.
+"""Saves a fit's checkpoints and resumes fits from them.
 
-A checkpoint is an ordinary file with the outer model and a folder with the state of each rank.
+A checkpoint consists of an ordinary file with the outer model and a folder with each rank's state.
 
 A checkpoint file is replaced atomically. The folders of earlier saves are removed afterwards.
 
 [Note: late writers] `AsyncCheckpointIO` passes a checkpoint to a thread and returns immediately.
-Until the thread has written the file, the path contains an older file, which still needs its
-folder. Therefore, the CheckpointIO that writes the file also does all subsequent work, in the same
+Until the thread has written the file, the path still holds an older file, whose folder must be
+kept. Therefore, the CheckpointIO that writes the file also does all subsequent work, in the same
 thread.
 
-[Note: epochs after a resume] Lightning requests a new iterator from loaders at the start of every
-epoch except the first. After a resume, Lightning already has an iterator. This iterator was created
-before the random state was restored from the checkpoint, and may start in the middle of the data,
-where the loader was saved. A torch loader draws a random number for each iterator. Without this
-draw, all later random numbers, for example in dropout, would differ. In addition, if a run resumes
-from the last batch of an epoch, Lightning continues with the next epoch without counting it and
-without calling `on_train_epoch_start`, which finetuning callbacks need.
+[Note: epochs after a resume] Lightning requests a new iterator from the loaders at the start of
+every epoch except the first. After a resume, Lightning already has an iterator. This iterator was
+created before the random state was restored from the checkpoint, and may start in the middle of the
+data, where the loader was when it was saved. A torch loader draws a random number for each
+iterator. Without this draw, all later random numbers, for example in dropout, would differ. In
+addition, if a run resumes from the last batch of an epoch, Lightning continues with the next epoch
+without counting it and without calling `on_train_epoch_start`, which finetuning callbacks need.
 
 [Note: the rest of a batch] With `every_n_train_steps`, a checkpoint is saved after a batch but
 before any other work that is due at that point, such as a validation, a metric-based learning rate
 update, or the end of the epoch. Lightning skips this work when it resumes. However, the work may
 draw random numbers, and early stopping and other checkpoints may depend on its results. Therefore,
-a resumed run does this work first. An exception is a checkpoint that was saved because of a signal,
-because such a checkpoint is saved after the work. Learning rate updates are also repeated after a
-checkpoint that was saved at the end of an epoch, which is the default of `ModelCheckpoint`. With
-``max_steps``, Lightning would train such an epoch again.
+a resumed run does this work first. Checkpoints that are saved in response to a signal are an
+exception, because they are saved after the work. Learning rate updates are also repeated when a run
+resumes from a checkpoint that was saved at the end of an epoch, which is the default for
+`ModelCheckpoint`. With ``max_steps``, Lightning would train such an epoch again.
 
-[Note: metrics after a resume] Lightning does not save metrics. The mean over a resumed epoch would
-cover only the batches after the resume. Early stopping, checkpoints and learning rates that depend
-on a metric would behave differently, or would fail if no value has been logged since the resume.
-Therefore, every rank saves its own metrics: the values that callbacks read, and the sums that have
-been accumulated in the epoch.
+[Note: metrics after a resume] Lightning does not save metrics. As a result, the mean over a resumed
+epoch would cover only the batches after the resume. Early stopping, checkpoints and learning rates
+that depend on a metric would behave differently, or would fail if no value had been logged since
+the resume. Therefore, every rank saves its own metrics: the values that callbacks read, and the
+sums accumulated so far in the epoch.
 
-[Note: what a rank gets back] Lightning writes only the states of rank 0. However, ranks may differ
-in schedulers that monitor a metric, callbacks, loops, loaders, data modules, and anything that a
-hook adds to a checkpoint. Therefore, each rank also saves and restores the entries in which it
-differs from rank 0; see [Note: entries of a rank]. These entries include the best models that
+[Note: what a rank gets back] Lightning saves only rank 0's states. However, ranks may differ in
+schedulers that monitor a metric, callbacks, loops, loaders, data modules, and anything that a hook
+adds to a checkpoint. Therefore, each rank also saves and restores the entries in which it differs
+from rank 0; see [Note: entries of a rank]. These entries include the best models that
 `ModelCheckpoint` has recorded, so a resumed run makes the same decisions as an uninterrupted run,
 even if the monitored metric differs between ranks. Hyperparameters are not restored, because the
-script defines them. When rounds restart, a rank gets the entries of the rank in the same position,
-but the model from the file. If the number of groups or ranks has changed, the loops are restored
-from the file as well.
+script defines them. When rounds restart, a rank gets the entries that the rank in the same position
+saved, but the model comes from the file. If the number of groups or ranks has changed, the loops
+are restored from the file as well.
 """
 
 import inspect
@@ -90,7 +90,7 @@ class Checkpointer:
         self._options = fit.options
         self._format = fit.format
         self.averaging: Averaging | None = None
-        """The averaging of the fit, once it has been set up."""
+        """The fit's weight averaging, once it has been set up."""
         self.resumed: State | None = None
         """The state that this rank saved, if the fit will resume exactly."""
         self.start = "a new run"
@@ -123,7 +123,7 @@ class Checkpointer:
             return checkpoint
         arguments = inspect.signature(load).bind(path, *args, **kwargs)
         arguments.apply_defaults()
-        # Lightning has no such argument before 2.6.
+        # Lightning did not have this argument before 2.6.
         choices = {}
         if "weights_only" in arguments.arguments:
             choices["weights_only"] = arguments.arguments["weights_only"]
@@ -161,7 +161,7 @@ class Checkpointer:
         self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Makes the parameters trainable that were trainable when the checkpoint was saved."""
+        """Unfreezes only the parameters that were trainable when the checkpoint was saved."""
         if self.resumed is not None:
             trainable = {
                 name
@@ -257,7 +257,7 @@ class Checkpointer:
         return Restart.of(first.value)
 
     def _read_place(self, path: str, header: State) -> State | None:
-        """Reads the saved state of this rank's position, or returns None if there is none."""
+        """Reads the state saved for this rank's position, or returns None if there is none."""
         topology = self._groups.topology
         mesh = dict(header["layout"])
         num_groups = mesh.pop("worker_groups")
@@ -269,7 +269,7 @@ class Checkpointer:
         return files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
 
     def _announce_restart(self, restart: Restart, header: State, is_fresh: bool) -> None:
-        """Logs on rank 0 how this run differs from the run that saved the checkpoint.
+        """Logs, on rank 0, how this run differs from the one that saved the checkpoint.
 
         All ranks must call this method.
         """
@@ -297,7 +297,7 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: str | Path, write: Write
     ) -> None:
-        """Saves the state that all groups share, together with the state of each rank.
+        """Saves the state that all groups share, together with each rank's own state.
 
         All ranks must call this method.
 
@@ -409,7 +409,7 @@ class Checkpointer:
         )
 
     def remove(self, path: str | Path, remove: Function) -> None:
-        """Removes a checkpoint and its folder after any pending write of the file."""
+        """Removes a checkpoint and its folder once any pending write of the file has finished."""
         self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
@@ -428,7 +428,7 @@ class Checkpointer:
         *args: Forwarded,
         **kwargs: Forwarded,
     ) -> None:
-        """Writes a checkpoint file, in any thread, and then does the remaining work of the save."""
+        """Writes a checkpoint file, in any thread, and then does the rest of the save's work."""
         save = checkpoint.get(files.KEY, {}).get("save")
         if save not in self._afterwards:
             write(checkpoint, path, *args, **kwargs)
@@ -441,8 +441,8 @@ class Checkpointer:
             self._removals[place] = []
         before = files.fingerprint(place)
         # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that
-        # folder is on a different file system, the move is a copy over the old file, which is
-        # incomplete for a while.
+        # folder is on a different file system, the move becomes a copy over the old file, and the
+        # file is incomplete for a while.
         part = files.beside(place, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
             write(checkpoint, part or path, *args, **kwargs)
@@ -467,7 +467,7 @@ class Checkpointer:
 
     def _chosen(self) -> Settings:
         settings = self._options.settings
-        # Settings that depend on the rounds are known once the rounds are chosen.
+        # Settings that depend on the rounds are known once the rounds have been chosen.
         is_open = self._options.open
         return settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
 
@@ -484,7 +484,7 @@ class Checkpointer:
 
 
 class ResumedLoops:
-    """Makes the loops of a resumed trainer run as they would in an uninterrupted run.
+    """Makes a resumed trainer's loops run as they would in an uninterrupted run.
 
     The details are described in [Note: epochs after a resume] and [Note: the rest of a batch].
     """
@@ -502,15 +502,15 @@ class ResumedLoops:
         wrap(undo, self._epoch_loop, "reset", self._reset_epoch)
 
     def _reset_fit(self, reset: Function) -> None:
-        """Starts a resumed run with the rest of the batch or epoch after which it was saved."""
+        """Starts a resumed run with the rest of the batch or epoch in which it was saved."""
         fit_loop = self._fit_loop
         progress = self._progress
         if self._trainer.strategy.fit.checkpointer.resumed is not None:
             wrap(self._undo, fit_loop, "on_advance_end", self._end_epoch)
             if _was_saved_before_completion(fit_loop.epoch_progress.total):
                 wrap(self._once, fit_loop, "on_advance_start", self._end_epoch_and_start)
-                # The epoch is over: Lightning notices that where epochs bound the run, but not
-                # where steps do.
+                # The epoch is over. Lightning notices this if the run is limited by epochs, but not
+                # if it is limited by steps.
                 fit_loop._restarting = False
                 self._epoch_loop.restarting = False
             counts = (progress.total, progress.current)
@@ -521,7 +521,8 @@ class ResumedLoops:
         reset()
 
     def _end_batch(self, advance: object, data_fetcher: object) -> None:
-        # This replaces the first batch, so that Lightning continues as after any other batch.
+        # This replaces the first batch so that Lightning continues as it does after any other
+        # batch.
         self._once.close()
         self._epoch_loop.val_loop.restarting = False
         self._trainer.strategy.fit.finish_with_last_batch()
@@ -532,7 +533,7 @@ class ResumedLoops:
         start()
 
     def _end_epoch(self, end: Function) -> None:
-        # Learning rates that depend on metrics are updated, as in an uninterrupted run.
+        # Learning rates that depend on metrics are updated, as they are in an uninterrupted run.
         self._fit_loop._restarting = False
         end()
 
@@ -551,7 +552,7 @@ class ResumedLoops:
             epoch_loop.scheduler_progress.reset_on_run()
             epoch_loop.automatic_optimization.optim_progress.reset_on_run()
             epoch_loop.val_loop.batch_progress.total.reset()
-        # Lightning has is_resuming since 2.5.3.
+        # Lightning has had is_resuming since 2.5.3.
         is_resuming = getattr(self._fit_loop, "is_resuming", False) or epoch_loop.restarting
         if is_resuming and self._trainer.current_epoch > 0 and self._progress.current.ready == 0:
             iter(self._fit_loop._data_fetcher)
@@ -573,7 +574,7 @@ _NOT_STATES = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Trainer) -> State:
-    """Returns the metrics that callbacks read and the accumulated sums of an unfinished epoch."""
+    """Returns the metrics that callbacks read and the sums accumulated in an unfinished epoch."""
     metrics = trainer._logger_connector._callback_metrics
     if not trainer.strategy.is_alone:
         metrics = trainer.callback_metrics
@@ -640,7 +641,7 @@ def load_metrics_state_dict(trainer: Trainer, state: State) -> None:
 
 
 def _parts(logged: Internal) -> dict[str, Metric]:
-    """Returns Lightning's metric for a logged value, including any wrapped metrics."""
+    """Returns Lightning's metric for a logged value, and any metrics that it wraps."""
     parts = {"": logged}
     if not logged.is_tensor:
         for name, module in logged.value.named_modules(prefix="value"):

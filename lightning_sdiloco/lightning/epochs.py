@@ -1,33 +1,33 @@
-"""Lets worker groups train without waiting for each other, but end epochs after the same batch.
+"""Lets worker groups train without waiting for each other, but makes them end epochs together.
 
 [Note: uneven data] If all loaders have a length, all ranks agree on the smallest length when
 Lightning loads the data. If some lengths are unknown, or if a loader ends before its stated length,
-a group without data follows the other groups with idle batches. For an idle batch, Lightning gets
-None, which it treats as a batch without training. Idle batches count as inner steps and as global
-steps, just like trained batches. The group requests the end of the epoch with its next launch. The
-batch in which that launch lands is the last batch for all groups. Once all groups are out of data,
-the epoch ends immediately.
+a group that has run out of data follows the other groups with idle batches. For an idle batch,
+Lightning receives None, which it treats as a batch without training. Idle batches count as inner
+steps and as global steps, just like trained batches. The group requests the end of the epoch with
+its next launch. The batch in which that launch lands is the last batch for all groups. Once all
+groups are out of data, the epoch ends immediately.
 
 [Note: where the others are] A group without data does not know how many batches the other groups
 still have, and must not stop them. Therefore, every group announces its current batch before a
 launch, and before any other point where all ranks wait for each other. A group that runs out of
-data announces this immediately and waits for the announcements of the other groups. If all groups
-are out of data, the epoch ends with the last batch of any group. Otherwise, the group follows the
-other groups to the batch in which all ranks meet, takes part, and waits again. At least one other
-group trains in every batch that a group follows.
+data announces this immediately and waits for the other groups' announcements. If all groups are out
+of data, the epoch ends with the last batch of any group. Otherwise, the group follows the other
+groups to the batch in which all ranks meet, takes part, and waits again. In every batch in which a
+group follows the others, at least one other group trains.
 
-[Note: a batch ahead] If no length is known, the next batch is fetched before the current batch is
-trained. Lightning relies on this prefetch to detect the last batch. A checkpoint contains the state
-of the loaders before that fetch, so a resumed fit fetches the batch again.
+[Note: a batch ahead] If no length is known, the next batch is fetched before training on the
+current batch. Lightning relies on this prefetch to detect the last batch. A checkpoint contains the
+loaders' state from before that fetch, so a resumed fit fetches the batch again.
 
 [Note: silence between launches] Before every batch, Lightning broadcasts to all ranks whether rank
-0 was terminated. After every batch, Lightning broadcasts whether a time limit or a checkpoint
-interval has expired. In worker groups, these decisions are sent in the control vector of the next
-launch instead, and all ranks act on them after the inner step in which that launch lands.
+0 has received a termination signal. After every batch, it broadcasts whether a time limit or a
+checkpoint interval has expired. In worker groups, these decisions are sent in the control vector of
+the next launch instead, and all ranks act on them after the inner step in which that launch lands.
 
 [Note: nothing in users' objects] To make metrics and synchronised BatchNorm gather within the
-group, functions in torchmetrics and torch are replaced. User objects are not changed, because they
-may be copied or pickled, which does not work with process groups.
+group, functions in torchmetrics and torch are replaced. User objects are left unchanged, because
+they may be copied or pickled, which is impossible with process groups.
 """
 
 import importlib
@@ -64,7 +64,7 @@ from lightning_sdiloco.lightning.monitor import progress
 _log = logging.getLogger(__name__)
 
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-_LOADED = "train_dataloader()"  # Lightning's name for the barrier before it compares lengths.
+_LOADED = "train_dataloader()"  # Lightning's name for the barrier before comparing lengths.
 _LOADERS = "combined_loader"
 
 
@@ -75,13 +75,13 @@ class GroupPlaces:
         self._fit = fit
         # The announcements in transit, each with the inner step after which it was posted.
         self._posted: deque[tuple[int, object]] = deque()
-        # The latest batch that this group or another is known to have reached.
+        # The latest batch that any group is known to have reached.
         self._last = 0
         # The last batch of the epoch, once known.
         self._end: int | None = None
 
     def begin_epoch(self, fetched: int) -> None:
-        """Begins an epoch or continues an epoch after the batches fetched so far."""
+        """Begins an epoch, or continues one after the batches fetched so far."""
         self._last = fetched
         self._end = None
 
@@ -95,8 +95,8 @@ class GroupPlaces:
     def end_after(self, last_own: int, batch: int) -> int | None:
         """Returns the last batch of the epoch, or None if another group continues with ``batch``.
 
-        This group's data ended after batch ``last_own``. The method waits for the announcements of
-        the other groups and requests the end of the epoch.
+        This group's data ended after batch ``last_own``. The method waits for the other groups'
+        announcements and requests the end of the epoch.
         """
         if self._end is None and self._last < batch:
             self._announce(last_own, data_has_ended=True)
@@ -112,12 +112,12 @@ class GroupPlaces:
         return self._end
 
     def collect(self, until: float = float("inf")) -> None:
-        """Receives the announcements that were posted up to and including an inner step."""
+        """Receives the announcements that were posted up to and including a given inner step."""
         while self._posted and self._posted[0][0] <= until:
             self._receive()
 
     def _announce(self, batch: int, data_has_ended: bool) -> None:
-        """Announces the current batch of this group or the batch after which its data ended."""
+        """Announces this group's current batch or the batch after which its data ended."""
         engine = self._fit.engine
         exchange = self._fit.groups.topology.progress
         message = torch.tensor([batch, data_has_ended], dtype=torch.int64).view(torch.uint8)
@@ -125,7 +125,7 @@ class GroupPlaces:
         self._posted.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _receive(self) -> list[list[int]]:
-        """Receives the announcements of all groups from the earliest exchange."""
+        """Receives all groups' announcements from the earliest pending exchange."""
         topology = self._fit.groups.topology
         timeout = self._fit.options.settings.timeout
         _, posted = self._posted.popleft()
@@ -151,14 +151,14 @@ class Phase(Enum):
 
 
 class GroupFetcher:
-    """Fetches the batches of this group, followed by idle batches if the group runs out of data.
+    """Fetches this group's batches, followed by idle batches if the group runs out of data.
 
-    With several worker groups, this fetcher wraps Lightning's data fetcher.
+    With multiple worker groups, this fetcher wraps Lightning's data fetcher.
 
     Args:
         fit: The fit.
         places: The positions of the groups.
-        fetcher: Lightning's data fetcher, which may have read a batch already.
+        fetcher: Lightning's data fetcher, which may already have read a batch.
         length: The number of batches in an epoch, or None if unknown.
         loop_state: A function that returns the state that Lightning's loop saves for itself and its
             loaders.
@@ -185,10 +185,10 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The state of the loaders before a batch was read ahead, or None without such a batch."""
+        """The loaders' state from before a batch was read ahead, or None if no batch was."""
         self.phase = Phase.UNCOUNTED
-        # Lightning reads both: the number of batches so far in this epoch, and whether the last is
-        # one of them.
+        # Lightning reads both: the number of batches so far in this epoch, and whether the last
+        # batch is among them.
         self.fetched = 0
         self.done = False
 
@@ -226,13 +226,13 @@ class GroupFetcher:
         return fetched
 
     def _fetch(self) -> tuple[Batch, int, int] | None:
-        """Returns the next batch of this group, or None after the last batch."""
+        """Returns this group's next batch, or None after the last batch."""
         self._fetcher._start_profiler = self._start_profiler
         self._fetcher._stop_profiler = self._stop_profiler
         fetched = self._ahead or next(self._fetcher, None)
         self._ahead = None
         if fetched is None and self.phase is Phase.UNCOUNTED:
-            # A tuner trains a fixed number of steps, so the data starts again.
+            # A tuner trains for a fixed number of steps, so the data starts over.
             iter(self._fetcher)
             fetched = next(self._fetcher)
         data_has_ended = fetched is None
@@ -276,21 +276,21 @@ class Epochs:
         self._loop_state: Function = dict
 
     def end_together(self, undo: ExitStack) -> None:
-        """Replaces Lightning's code that ends epochs, unless there is a single worker group."""
+        """Replaces Lightning's code that ends epochs, unless there is only one worker group."""
         trainer = self.fit.trainer
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
         self._loop_state = loop.on_save_checkpoint
 
         def saved_state(loop_state: Function) -> State:
-            # This includes the loaders' state as if nothing had been read ahead.
+            # The loaders' state is saved as if nothing had been read ahead.
             fetcher = self._fetcher
             if fetcher is None or loop._data_fetcher is not fetcher or fetcher.loaders is None:
                 return loop_state()
             return {**loop_state(), _LOADERS: fetcher.loaders}
 
         def should_validate(validates: Function, fetcher: object) -> bool:
-            # This also applies after an epoch with fewer batches than announced.
+            # An epoch with fewer batches than announced also ends with a validation if one is due.
             progress = epoch_loop.batch_progress
             is_early = (
                 progress.is_last_batch and progress.current.ready < trainer.num_training_batches
@@ -332,14 +332,14 @@ class Epochs:
             self._fetcher = GroupFetcher(self.fit, self.places, fetcher, length, self._loop_state)
             loop._data_fetcher = self._fetcher
         elif length is not None:
-            # This fetcher passes its iterator to training_step, which takes the batches: the
+            # This fetcher passes its iterator to training_step, which takes batches from it. The
             # iterator can end early but cannot yield None.
             limits = loop._combined_loader.limits
             loop._combined_loader.limits = [min(limit, length) for limit in limits]
             fetcher.length = length
 
     def _load(self, set_up: Function) -> Exception | None:
-        """Sets up this rank's loaders. Returns an exception that occurred after loading."""
+        """Sets up this rank's loaders. Returns any exception that occurred after loading."""
         strategy = self.fit.trainer.strategy
         is_loaded = False
         undo = ExitStack()
@@ -351,7 +351,8 @@ class Epochs:
             wait(name, *args, **kwargs)
             if name == _LOADED:
                 is_loaded = True
-                # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
+                # Lightning sums lengths over all ranks, which hangs if only some loaders have a
+                # length.
                 wrap(undo, strategy, "reduce", lambda _, tensor, *args, **kwargs: tensor)
 
         with undo:
@@ -469,15 +470,15 @@ def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
 
 
 def _is_reduced(metric: Internal) -> bool:
-    """Returns whether Lightning reduces the logged value over all ranks."""
+    """Returns whether Lightning reduces a logged value over all ranks."""
     if metric.is_tensor:
         return bool(metric.meta.sync.should and not metric.meta.sync.rank_zero_only)
     # A metric gathers its own states.
     return bool(getattr(metric.value, "sync_on_compute", True))
 
 
-# Loaders that yield None on purpose wrap another loader as `loader` and have `follow(engine)`.
-# `DropCompute` makes such loaders, and users may write their own, as in
+# Loaders that yield None on purpose wrap another loader as `loader` and have a method
+# `follow(engine)`. `DropCompute` makes such loaders, and users may write their own, as in
 # ``examples/methods/dylu.py``.
 
 
@@ -519,8 +520,8 @@ def follow_engine(trainer: Trainer, engine: StreamingDiLoCo) -> bool:
                         f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set"
                         " both arguments to the same number."
                     )
-                # Lightning steps after its last batch, which may come earlier because of limits of
-                # the trainer or of other groups.
+                # Lightning steps after its last batch, which may come earlier because of the
+                # trainer's limits or other groups.
                 wrapper.length = min(wrapper.length, int(trainer.num_training_batches))
                 leaves_out = True
             wrapper.follow(engine)
@@ -563,7 +564,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _save_together(undo: ExitStack, fit: FitState) -> None:
-    """Makes all ranks decide on time-based checkpoints together when a launch lands."""
+    """Makes all ranks decide together on time-based checkpoints when a launch lands."""
     savers = [
         callback
         for callback in fit.trainer.callbacks
@@ -589,7 +590,7 @@ def _save_together(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Trainer, groups: ConnectedGroups) -> None:
-    """Makes checkpoints and schedules use the mean of a monitored metric over all ranks."""
+    """Makes checkpoints and schedules use a monitored metric's mean over all ranks."""
     replacements: dict[str, Function] = {
         "_monitor_candidates": partial(_mean_candidates, groups),
         "_save_last_checkpoint": partial(_save_last, groups),
@@ -615,7 +616,7 @@ def _mean_of_monitored(
 
 
 def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Trainer) -> State:
-    """Returns the metrics that determine which checkpoints are saved under which names."""
+    """Returns the metrics that determine which checkpoints are saved, and under which names."""
     metrics = dict(original(trainer))
     tensors = {name: metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
     means = groups.mean_over_all({name: float(metric) for name, metric in tensors.items()})
@@ -626,14 +627,14 @@ def _mean_candidates(groups: ConnectedGroups, original: Function, trainer: Train
 
 
 def _save_last(groups: ConnectedGroups, original: Function, *args: Forwarded) -> None:
-    """Updates the last checkpoint as Lightning does, except after an exception."""
+    """Updates the last checkpoint as Lightning would, except after an exception."""
     # After an exception, no checkpoint was written, so there is nothing to link to.
     if not groups.is_alone:
         original(*args)
 
 
 def _keep_in_group(undo: ExitStack, trainer: Trainer, in_group: object) -> None:
-    """Keeps metrics and synchronised BatchNorm in the worker group.
+    """Keeps metrics and synchronised BatchNorm within the worker group.
 
     See [Note: nothing in users' objects].
     """
@@ -653,7 +654,7 @@ def _keep_in_group(undo: ExitStack, trainer: Trainer, in_group: object) -> None:
         finally:
             layer.process_group = group_before
 
-    # Each metric without a `dist_sync_fn` looks it up there, whether it is part of the module or
-    # not.
+    # Each metric without a `dist_sync_fn` looks this function up there, whether or not the metric
+    # is part of the module.
     wrap(undo, importlib.import_module("torchmetrics.metric"), "gather_all_tensors", gather)
     wrap(undo, nn.SyncBatchNorm, "forward", forward)

@@ -1,9 +1,9 @@
 """Provides the models that are validated, saved in checkpoints, and averaged by callbacks.
 
-[Note: the model that validation sees] The validated model is in the module before any validation
-hook runs, and the local model is restored after the last hook. Callbacks and modules that swap
-weights during a validation, such as weight averaging, therefore restore the validated model. The
-hooks of a strategy would not suffice, because Lightning always runs them after the hooks of
+[Note: the model that validation sees] The model to validate is put into the module before any
+validation hook runs, and the local model is restored after the last hook. Callbacks and modules
+that swap weights during a validation, as weight averaging does, therefore restore the validated
+model. A strategy's hooks would not suffice, because Lightning always runs them after the hooks of
 callbacks and modules.
 
 [Note: the first round] Until every fragment has landed once, the outer model contains untrained
@@ -11,20 +11,20 @@ values. During this time, validation and checkpoints use the mean of the groups,
 exchange. A group that validates on its own must not wait for other groups. The exchange therefore
 takes place only if Lightning's loop has decided to validate, which happens after the same batch in
 all groups, and if every rank has validation data. All ranks call ``trainer.save_checkpoint``, but a
-rank that ends with an exception does not wait for other ranks, and after a signal there is no time
+rank that ends with an exception does not wait for other ranks, and after a signal, there is no time
 for an exchange. In these cases, and whenever a single rank requests a ``state_dict``, the result is
-the group's own model, and a warning is logged. The mean is used until the next inner step, so that
-the model saved as the best model is the validated model. The state from which a fit resumes is
-saved separately and is not changed. On routes where groups have different outer parameters, every
-validation and every checkpoint uses the mean of the groups.
+the group's own model, and a warning is logged. The mean is used until the next inner step, so the
+model that is saved as the best model is the one that was validated. The state from which a fit
+resumes is saved separately and is not affected. On routes where groups have different outer
+parameters, every validation and every checkpoint uses the mean of the groups.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch
-ends. At that point, the module contains local parameters. The callbacks therefore read the outer
-parameters instead, which change only at landings. An update that is requested between two landings
-is made at the second landing. All groups land after the same inner steps, so their averages are
-bit-identical. At the end of a fit, all fragments land, but a longer fit resumes from the state
-before these landings. For this reason, a checkpoint contains the average from before the end,
-together with the number of updates that a longer fit would have made since then. A resumed fit
+ends, but at that point the module contains local parameters. The callbacks are therefore given the
+outer parameters instead, which change only at landings. An update that is requested between two
+landings is made at the second landing. All groups land after the same inner steps, so their
+averages are bit-identical. At the end of a fit, all fragments land, but a longer fit resumes from
+the state before these landings. For this reason, a checkpoint contains the average from before the
+end, together with the number of updates that a longer fit would have made after it. A resumed fit
 repeats these updates.
 """
 
@@ -73,7 +73,7 @@ class ShownModel:
         self._warns = warns
         self.mean: GroupMean | None = None
         """The mean of the groups if one was exchanged since the last inner step, otherwise None."""
-        # The untrained state of the first group, if it was sent.
+        # The first group's untrained state, if it has been sent.
         self._first_own: dict[str, Tensor] = {}
 
     def forget(self) -> None:
@@ -82,7 +82,7 @@ class ShownModel:
         self._first_own = {}
 
     def take_first_own(self, engine: StreamingDiLoCo) -> None:
-        """Receives the untrained state of the first group for validation.
+        """Receives the first group's untrained state for validation.
 
         All ranks must call this method.
         """
@@ -91,7 +91,7 @@ class ShownModel:
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
-        """Returns whether all of the outer model is trained; see [Note: the first round]."""
+        """Returns whether the whole outer model has been trained; see [Note: the first round]."""
         return engine.has_landed and engine.rounds.settings.shares
 
     def exchange(self, engine: StreamingDiLoCo) -> None:
@@ -116,7 +116,8 @@ class ShownModel:
     ) -> Iterator[None]:
         """Puts the exchanged model or the outer model into the module for a ``with`` block."""
         # After a forward pass without gradients, DistributedDataParallel would assume that the
-        # buffers of the next training step, which are restored by then, are already synchronised.
+        # buffers of the next training step, which will have been restored by then, are already
+        # synchronised.
         are_due = {
             model: getattr(model, _BUFFERS_ARE_DUE)
             for model in models
@@ -137,7 +138,7 @@ class ShownModel:
         local: Function,
         is_shown: bool = False,
     ) -> State:
-        """Returns the model for a file, with an exchange if needed and all ranks save together."""
+        """Returns the model for a file, after an exchange if one is needed and all ranks save."""
         if self.mean is not None or is_shown:
             return self._values(engine.evaluate(self.mean), local)
         if with_all and not self.is_outer(engine):
@@ -165,8 +166,8 @@ class ShownModel:
             }
 
 
-# Hooks in which users overwrite weights. If the user has none, groups need not compare their
-# weights.
+# Hooks in which users may overwrite weights. If the user defines none of these hooks, groups need
+# not compare their weights.
 VALIDATION_HOOKS = (
     "on_validation_start",
     "on_validation_epoch_start",
@@ -198,9 +199,10 @@ class Rewritten:
 
         Args:
             engine: The engine.
-            digests: The digests of the parameters that were overwritten on this rank, by name.
+            digests: The digests of the parameters that were overwritten on this rank, keyed by
+                name.
             hooks: The hooks that may have overwritten the parameters.
-            with_all: Whether all ranks call this method and can compare their values.
+            with_all: Whether all ranks are calling this method and can compare their values.
         """
         topology = self._groups.topology
         ranks = [dict(digests)]
@@ -272,7 +274,7 @@ class Evaluation:
             return self._is_due
 
         wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
-        # A callback may test or predict inside a fit.
+        # A callback may run a test or a prediction during a fit.
         for loop in (
             epoch_loop.val_loop,
             trainer.validate_loop,
@@ -303,7 +305,8 @@ class Evaluation:
         is_due = self._is_due
         self._is_due = False
         engine = self._fit.engine
-        # Before and after training, and where one loop runs in another, the model is already shown.
+        # Before and after training, and when one loop runs inside another, the model is already
+        # shown.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
         self.shown.forget()
@@ -331,7 +334,7 @@ class Evaluation:
             self._is_showing = False
 
     def _exchange(self, engine: StreamingDiLoCo, validates: bool) -> None:
-        """Exchanges the validated model if all ranks validate; see [Note: the first round]."""
+        """Exchanges the model to validate if all ranks validate; see [Note: the first round]."""
         takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
         if not takes_mean and not engine.fragmented_model.view.own_moved:
             return
@@ -353,12 +356,12 @@ class Averaging:
         self._callback: Internal = None
         # Whether an update is due at the next landing.
         self._wanted = False
-        # The average before the end of the fit; see [Note: averages of outer parameters].
+        # The average from before the end of the fit; see [Note: averages of outer parameters].
         self._unfinished: State | None = None
         for callback in fit.trainer.callbacks:
             kinds = class_names(type(callback))
             if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
-                # The average was made before all ranks shared one model.
+                # The average was created before all ranks shared one model.
                 average = callback._average_model
                 if not is_aligned(average, fit.groups.topology):
                     inner = average.module if hasattr(average, "n_averaged") else average
@@ -421,7 +424,8 @@ class Averaging:
     ) -> None:
         original(trainer, module, checkpoint)
         if self._callback._average_model is not None and not self._updates:
-            # Before the first landing, nothing is averaged. The first update copies the model.
+            # Before the first landing, nothing has been averaged. The first update copies the
+            # model.
             checkpoint["state_dict"] = dict(checkpoint["current_model_state"])
 
     @property
@@ -441,15 +445,15 @@ class Averaging:
         """Returns the averaging state that callbacks do not save themselves, or None."""
         if self._callback is None:
             return None
-        # The checkpoint has rank 0's average. Other ranks' averages differ from it only in their
-        # buffers.
+        # The checkpoint contains rank 0's average. Other ranks' averages differ from it only in
+        # their buffers.
         buffers = [
             buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()
         ]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Restores what `state_dict` returned.
+        """Restores a state that `state_dict` returned.
 
         Restore the engine's state from the same checkpoint before you call this method.
         """

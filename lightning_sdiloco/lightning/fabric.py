@@ -58,7 +58,7 @@ _ADVICE = (
 
 
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
-    """Trains one model on several worker groups in a loop that calls ``optimizer.step()``.
+    """Trains one model on multiple worker groups in a loop that calls ``optimizer.step()``.
 
     The strategy takes the same arguments as the Trainer's strategy, except those that require a
     Trainer.
@@ -106,13 +106,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
-        # True while the model in training is set up again.
+        # True while the model being trained is set up again.
         self._is_set_up_again = False
         self._landings: list[Landing] = []
         # The samples and micro-batches trained since the last inner step.
         self._samples = 0
         self._trained = 1
-        # The optimizers, by number, that have stepped in the batch not yet counted.
+        # The numbers of the optimizers that have stepped in the batch that has not been counted
+        # yet.
         self._stepped = set[int]()
         self._saves_with_all = False
         # Whether a save without all ranks has just ended.
@@ -127,7 +128,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # For users
 
     def finish(self) -> list[Landing]:
-        """Ends training, after which the model contains the outer parameters.
+        """Ends training. Afterwards, the model contains the outer parameters.
 
         Call this method after the last step, in all processes. First, all fragments in flight land.
         Then every fragment is set to the plain mean of the groups' local parameters. The method
@@ -242,8 +243,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         engine = self.engine
         if engine is None or not self._is_training(module):
             return set_up(module, optimizers, *schedulers)
-        # The model in training has different parameters or optimizers, which replace the earlier
-        # ones.
+        # The model being trained now has different parameters or optimizers, which replace the
+        # earlier ones.
         self._wrapped = [
             wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)
         ]
@@ -274,7 +275,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._inner_optimizers.append(optimizer)
         if self._is_set_up_again:
             return super().setup_optimizer(optimizer)
-        # An optimizer that was made before the model took rank 0's values may contain copies of
+        # An optimizer that was created before the model took rank 0's values may contain copies of
         # other values.
         copies = WeightCopies([optimizer])
         parameters = _parameters_of(optimizer)
@@ -308,7 +309,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 " continue training, set up the model and its optimizer again."
             )
         if number in self._stepped:
-            # The previous batch ended without a step of the last optimizer.
+            # The previous batch ended without a step by the last optimizer.
             self._count_batch(engine)
         output = super().optimizer_step(optimizer, **kwargs)
         self._stepped.add(number)
@@ -522,7 +523,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         """Creates an engine that continues from the state that this rank saved."""
         if self.engine is not None:
             self.engine.close()
-        # This comes before the random state is restored, because it may draw random numbers.
+        # This must happen before the random state is restored, because it may draw random numbers.
         engine = self._begin()
         take_up_training(saved, self._inner_optimizers)
         engine.load_state_dict(saved["engine"])

@@ -1,4 +1,4 @@
-"""Runs a fit, driven by the hooks of a callback."""
+"""Runs a fit, driven by a callback's hooks."""
 
 import logging
 import math
@@ -64,7 +64,7 @@ from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
 
-# Hooks between two epochs in which users overwrite weights.
+# Hooks between two epochs in which users may overwrite weights.
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 
 # The number of tensor names that a warning lists.
@@ -87,18 +87,18 @@ class Distribution(NamedTuple):
 
 @dataclass
 class BatchCounts:
-    """The amount of training since the last inner step, which the next inner step reports."""
+    """The amount of training since the last inner step, to be reported by the next one."""
 
     samples: int = 0
     micro_batches: int = 0
     optimizer_steps: int = 0
     """The number of steps taken through Lightning's wrapper."""
     stepped: bool = False
-    """Whether any optimizer of this fit stepped."""
+    """Whether any optimizer of this fit has stepped."""
 
 
 class Fit(FitState):
-    """A fit of a trainer. A fit is also a callback, but it has no state to save in a checkpoint."""
+    """A trainer's fit, which is also a callback, but has no state to save in a checkpoint."""
 
     def __init__(
         self,
@@ -130,23 +130,23 @@ class Fit(FitState):
         self._results = results
         self._thread = threading.get_ident()
         self.counts = BatchCounts()
-        # The number of optimizer steps in the last trained batch; an idle batch counts the same
-        # number.
+        # The number of optimizer steps in the last trained batch. An idle batch counts as many
+        # steps.
         self._steps_per_batch = 0
-        # Whether a loader may leave micro-batches out, so that the trained ones are counted.
+        # Whether a loader may skip micro-batches, in which case the trained ones are counted.
         self._counts_micro_batches = False
         # None until a batch of the epoch has ended.
         self._epoch_has_stepped: bool | None = None
-        # Whether the warning about an all_gather within the group was due.
+        # Whether the warning about an all_gather within the group has come due.
         self.has_gathered = False
         # Whether hooks may change which parameters are trainable, and whether they have done so
         # since the model was wrapped.
         self._is_between_epochs = False
         self._must_wrap = False
-        # Digests of the model before epoch hooks, and the user's hooks of this kind.
+        # Digests of the model from before the epoch hooks, and the user's epoch hooks.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
-        # Landings between two inner steps; the next inner step reports them.
+        # Landings between two inner steps, which the next inner step reports.
         self._early: list[Landing] = []
         self._announcement: Announcement | None = None
         self._interval: Interval | None = None
@@ -190,7 +190,7 @@ class Fit(FitState):
         align_model(model, topology)
 
     def start(self, module: LightningModule, optimizers: list[Optimizer]) -> None:
-        """Makes the engine.
+        """Creates the engine.
 
         The initial weights are final at this point, because checkpoints have been restored and user
         hooks have run.
@@ -247,7 +247,7 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # Open settings are announced once they are chosen.
+        # Open settings are announced once they have been chosen.
         is_due = self.options.federation is None and not self.options.open
         if is_due and self.trainer.is_global_zero:
             steps = self._known_steps
@@ -284,7 +284,7 @@ class Fit(FitState):
             self.evaluation.rewritten.take(self.engine, rewritten, self._epoch_hooks, with_all=True)
 
     def _note_before_hooks(self) -> None:
-        """Records digests of the model before any epoch hooks of the user run."""
+        """Records digests of the model before any of the user's epoch hooks run."""
         self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
             self._epoch_digests = self.engine.fragmented_model.local_digests()
@@ -316,13 +316,13 @@ class Fit(FitState):
             fragment.let_go()
         self._take_rewritten()
         self.evaluation.shown.forget()
-        # At the next inner step, requests that came with these launches are decided and landings
-        # are logged.
+        # At the next inner step, requests that came with these launches are decided and the
+        # landings are logged.
         self._early += engine.recut(self.trainer.strategy.optimizers)
         self._must_wrap = True
 
     def _save(self, save: Function, *args: Forwarded, **kwargs: Forwarded) -> None:
-        """Makes a checkpoint between two epochs include parameters that hooks have replaced."""
+        """Makes a checkpoint between two epochs include the parameters that hooks have replaced."""
         engine = self.engine
         waits = not (self.groups.failed or self.is_ending)
         if engine is None or engine.is_finished:
@@ -356,8 +356,8 @@ class Fit(FitState):
         loop = trainer.fit_loop.epoch_loop
         if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
             loop.batch_progress.is_last_batch = True
-            # If Lightning knows the last batch, this happens before the hooks at the end of the
-            # batch.
+            # If Lightning knows which batch is the last, this happens before the hooks at the end
+            # of the batch.
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if loop._num_ready_batches_reached():
             # Requests still in transit concern this epoch, not the next.
@@ -370,7 +370,7 @@ class Fit(FitState):
         Returns the landings.
         """
         self.watch.end()
-        # Everything that was agreed on after the last inner step is now done.
+        # Everything that was agreed on after the last inner step has now been done.
         self.requests.agreed_now = 0
         self.landed = False
         if batch is not None:
@@ -461,8 +461,8 @@ class Fit(FitState):
             if self._interval is not None:
                 metrics |= self._interval.scalars_with(landing)
             elif self.engine is not None:
-                # The interval begins with the first landing; before that, there was nothing to wait
-                # for.
+                # The interval begins with the first landing, because there was nothing to wait for
+                # before it.
                 self._interval = Interval(self.engine.rounds.settings.sync_every, landing.landed_at)
             add_to_row(self._row, metrics)
         for monitor in monitors_of(self.trainer):
@@ -470,7 +470,8 @@ class Fit(FitState):
 
     def _log(self, log_metrics: Function, metrics: State, step: int | None = None) -> None:
         """Adds the landings to Lightning's training row, or to a new row if there is none."""
-        # self.log would repeat values without a landing, and forget those between two logged steps.
+        # self.log would repeat values when nothing has landed, and lose values between two logged
+        # steps.
         is_step = self.trainer._logger_connector._first_loop_iter is not None
         if self.trainer.training and step is None and (metrics or is_step):
             metrics = {**metrics, **_as_metrics(self._row)}
@@ -478,7 +479,7 @@ class Fit(FitState):
         log_metrics(metrics, step)
 
     def _log_last_row(self) -> None:
-        """Logs the landings since the last row at the end of a fit."""
+        """At the end of a fit, logs the landings since the last row."""
         last = max(0, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
         self.trainer._logger_connector.log_metrics(_as_metrics(self._row), step=last)
         self._row = {}
@@ -495,7 +496,7 @@ class Fit(FitState):
             is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
         if is_last:
             # This is not in on_train_end, because the last validation and the last checkpoint come
-            # before that.
+            # before it.
             self._note(self.finish())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -554,12 +555,12 @@ class Fit(FitState):
 
 
 def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
-    """Converts scalars to float64 tensors, which represent any number of bytes exactly."""
+    """Converts scalars to float64 tensors, which can represent any number of bytes exactly."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
 def samples_in(batch: Batch) -> int:
-    """Returns the length of the first tensor in a batch, or 0 if there is no tensor."""
+    """Returns the length of a batch's first tensor, or 0 if there is no tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     if isinstance(batch, Mapping):

@@ -1,14 +1,14 @@
-"""Defines the shared state of a fit and the requests that ranks send each other.
+"""Defines a fit's shared state and the requests that ranks send each other.
 
-A request, for example after a signal, is sent in the control vector of a launch. All ranks agree on
-the request when the launch lands.
+A request, for example after a signal, is sent in a launch's control vector. All ranks agree on the
+request when the launch lands.
 
 [Note: signals wait for a step boundary] A signal handler may run between any two lines of Python.
 The handler therefore only records the signal, and the request is sent with the next launch. That
 launch lands after the same inner step on every rank, after which all ranks save together and end
 the fit. A second signal has no effect.
 
-[Note: where a fit ends] At the end of a batch, there are two points from which Lightning resumes
+[Note: where a fit ends] At the end of a batch, there are two points from which Lightning can resume
 exactly. If a validation is due, the fit ends before the first validation batch, and the resumed fit
 starts with that validation. Otherwise, the fit ends after all other work that is due. After the
 last batch of an epoch, Lightning resumes with the next epoch, so the end of the epoch runs before
@@ -79,7 +79,7 @@ class Requests:
 
         Args:
             landings: The landings of this inner step.
-            requested: The requests of a site's own ranks in this inner step.
+            requested: The requests from a site's own ranks in this inner step.
         """
         self.agreed_now = requested
         for landing in landings:
@@ -104,7 +104,7 @@ class Requests:
 
 
 class FitState:
-    """The state that the parts of a fit share. Every fit creates a new object."""
+    """The state that a fit's parts share. Every fit creates a new object."""
 
     trainer: Trainer
     options: Options
@@ -114,7 +114,7 @@ class FitState:
     requests: Requests
     engine: StreamingDiLoCo | None
     landed: bool
-    """Whether a fragment landed after the last inner step."""
+    """Whether a fragment has landed after the last inner step."""
     is_ending: bool
     """Whether a signal is ending the fit on all ranks."""
     ended: bool
@@ -160,7 +160,7 @@ class Signals:
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
-        """Ends a fit that has finished before a launch could send the request.
+        """Ends the fit if a signal arrived too late for a launch to send the request.
 
         All ranks must call this method.
         """
@@ -180,8 +180,8 @@ class Signals:
         loop = self._trainer.fit_loop.epoch_loop
         agreed = self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
-            # This looks as if a validation had stopped in its first batch, from which Lightning
-            # then restarts.
+            # To Lightning, this looks as if a validation had stopped in its first batch, so it
+            # restarts from there.
             loop.val_loop.batch_progress.reset_on_run()
             loop.val_loop.batch_progress.increment_ready()
             loop.val_loop.batch_progress.increment_started()
@@ -194,8 +194,8 @@ class Signals:
         agreed = self._agreed()
         original()
         if agreed:
-            # This looks as if the fit had stopped in the last batch of an epoch, because after an
-            # epoch Lightning restores no loader. The hooks at the end of the epoch have run and are
+            # This looks as if the fit had stopped in the last batch of an epoch, because Lightning
+            # restores no loader after an epoch. The hooks at the end of the epoch have run and are
             # not repeated, as the current count shows; see [Note: the rest of a batch].
             loop = self._trainer.fit_loop
             for count in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -206,9 +206,9 @@ class Signals:
             self._end(agreed)
 
     def _agreed(self) -> int:
-        """Returns the signals that all ranks agree on now."""
+        """Returns the signals that all ranks have now agreed on."""
         if not self._fit.is_training:
-            return 0  # A fit whose last step this was runs to its end.
+            return 0  # After its last step, a fit runs to its end.
         return sum(filter(self._fit.requests.agreed, SIGNALLED))
 
     def _end(self, agreed: int) -> NoReturn:
@@ -220,7 +220,7 @@ class Signals:
             self._save()
         self._fit.ended = True
         if self._fit.engine is not None and self._fit.options.federation is not None:
-            # It continues in another process.
+            # The site continues in another process.
             self._fit.engine.leave()
         self._trainer._signal_connector.received_sigterm = True
         raise self._fit.termination
@@ -232,8 +232,8 @@ class Signals:
             folder = trainer.default_root_dir
             for callback in reversed(trainer.checkpoint_callbacks):
                 folder = getattr(callback, "dirpath", None) or folder
-            # This is not a name that Lightning looks for, because it would resume a later job from
-            # this file without being asked.
+            # Lightning does not look for files with this name. Otherwise, it would resume a later
+            # job from this file without being asked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
             advice = f"To continue from this checkpoint, call trainer.fit(..., ckpt_path={path!r})."

@@ -1,7 +1,7 @@
 """Connects the ranks of worker groups and determines which ranks a collective spans.
 
-Inside a batch, the collectives of Lightning and of user code stay within the worker group;
-elsewhere they span all ranks.
+Inside a batch, the collectives of Lightning and user code stay within the worker group. Everywhere
+else, they span all ranks.
 """
 
 import inspect
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 _SECONDS_TO_END = 3.0
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker
-# group: if it spanned all ranks, every group would wait for the slowest at every step.
+# group: if it spanned all ranks, every group would wait for the slowest one at every step.
 _PER_BATCH_HOOKS = frozenset(
     {
         "training_step",
@@ -81,7 +81,7 @@ _PER_BATCH_HOOKS = frozenset(
 )
 
 
-# The trainers running in this process, by their groups, each with its thread.
+# The threads of the trainers running in this process, by the trainers' groups.
 _running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = (
     weakref.WeakKeyDictionary()
 )
@@ -93,7 +93,7 @@ _connecting = threading.Lock()
 class ConnectedGroups:
     """The connected ranks of all worker groups.
 
-    The object exists as long as the strategy, which may run several fits.
+    The object exists for as long as the strategy, which may run multiple fits.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ConnectedGroups:
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def enter(self) -> None:
-        """Records that a trainer runs in this thread until `leave` is called."""
+        """Records that a trainer is running in this thread until `leave` is called."""
         _running[self] = threading.current_thread()
 
     def leave(self) -> None:
@@ -138,7 +138,7 @@ class ConnectedGroups:
             self._connect(host, options, model_format, set_up)
 
     def _refuse_another_thread(self) -> None:
-        """Refuses to run in parallel with another thread's trainer if there are several processes.
+        """Refuses to run in parallel with another thread's trainer if there are multiple processes.
 
         Each engine has its own process groups, but all trainers use the default process group
         before validations and at the end of a fit. Ranks would mix up the collectives of different
@@ -164,7 +164,7 @@ class ConnectedGroups:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:
-            # Fabric has the second.
+            # Fabric's strategies have the second method.
             set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
             set_world_ranks()
             # Kept until the ranks are connected: the default process group takes over its store.
@@ -227,7 +227,7 @@ class ConnectedGroups:
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
         """Returns the joint decision of all ranks.
 
-        Before the ranks are connected, and after an exception, the result is this rank's own
+        Before the ranks are connected and after an exception, the result is this rank's own
         decision.
         """
         if self.is_alone or not self.is_connected:
@@ -340,7 +340,7 @@ def in_batch(module: LightningModule | None) -> bool:
 
 
 def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces it otherwise."""
+    """Returns whether a collective stays inside the worker group, and announces it if not."""
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -348,11 +348,11 @@ def stays_in_group(module: LightningModule | None, groups: ConnectedGroups) -> b
 
 
 class ScaleWatch:
-    """Warns once about a loss that may be scaled by the total number of ranks, as for DDP.
+    """Warns once about a loss that may be scaled by the total number of ranks, as is usual for DDP.
 
-    DistributedDataParallel averages gradients over the ranks of a group. A loss that is multiplied
-    by ``trainer.world_size`` to turn the average into a sum is therefore too large by a factor
-    equal to the number of groups. Rank 0 checks whether code outside Lightning reads
+    DistributedDataParallel averages gradients over a group's ranks. A loss that is multiplied by
+    ``trainer.world_size`` to turn the average into a sum is therefore too large by a factor equal
+    to the number of groups. Rank 0 checks whether code outside Lightning reads
     ``trainer.world_size`` in a training batch, and whether a module stores the number.
     """
 

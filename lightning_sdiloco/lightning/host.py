@@ -2,9 +2,9 @@
 
 [Note: the register] Some promises to users depend on names that Lightning may change in any
 release, such as private names and methods that are replaced during a fit. All these names are in
-`REGISTER`. `check_names` looks up all registered names before a fit begins, so that no promise is
+`REGISTER`. Before a fit begins, `check_names` looks up all registered names so that no promise is
 broken silently. `wrap` refuses to replace a name that is not in the register. One test compares the
-register with the source code, and another test removes a name at each place.
+register with the source code, and another removes a name at each place.
 
 [Note: recognised by name] Callbacks are recognised by the names of Lightning's classes rather than
 with `isinstance`. The two distributions have different classes, only one distribution may be
@@ -44,7 +44,7 @@ Internal = Any
 """A Lightning object whose class depends on the version or distribution."""
 
 Trainer = Any
-"""A Trainer of either distribution. Lightning declares few of its attributes, such as callbacks."""
+"""A Trainer of either distribution. Lightning declares few attributes, not even callbacks."""
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as LightningModule
@@ -56,10 +56,10 @@ _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 OLDEST = "2.5.0"
 NEWEST = "2.6.6"
-"""The newest version of Lightning for which the tests have passed."""
+"""The newest version of Lightning with which the tests have passed."""
 
 FABRIC = "Fabric's DDPStrategy"
-"""A name for the base class of the Fabric strategy, because another class has the same name."""
+"""A name for the Fabric strategy's base class, which shares its own name with another class."""
 
 
 class HostName(NamedTuple):
@@ -85,7 +85,7 @@ _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
 # Names that are used, patched, overridden or set, by place, with the features that need them.
 _NEEDED = {
-    # The start and the saving of a fit, its loaders, and the running hook.
+    # Starting and saving a fit, its loaders, and the hook that is running.
     "trainer": (
         "_signal_connector _logger_connector _data_connector save_checkpoint _default_root_dir"
     ),
@@ -111,8 +111,8 @@ _NEEDED = {
     "trainer.validate_loop": "run",
     "trainer.test_loop": "run",
     "trainer.predict_loop": "run",
-    # A resumed epoch has its first batches' metrics; a metric that is computed in a batch does not
-    # wait.
+    # A resumed epoch includes its first batches' metrics, and computing a metric in a batch does
+    # not wait for other groups.
     "trainer._logger_connector": "_callback_metrics _first_loop_iter log_metrics",
     _RESULT: "_Metadata _ResultMetric _Sync",
     f"{_RESULT}._Sync": "_should",
@@ -141,7 +141,7 @@ _NEEDED = {
 _SET = ("_launcher", "_device_mesh")
 """Names that are set here and therefore always exist.
 
-Matching public names show whether Lightning uses them.
+The public names that match them show whether Lightning uses them.
 """
 
 _WEIGHT_AVERAGING = (
@@ -227,7 +227,7 @@ def wrap(undo: ExitStack, target: object, name: str, around: Function) -> None:
 
 
 class _Replacement(partial[object]):
-    """A replacement for a method that is not included in copies or pickles of the object."""
+    """A replacement for a method. Copies and pickles of the object do not include it."""
 
     replaced: tuple[object, str]
 
@@ -243,14 +243,14 @@ class _Replacement(partial[object]):
         return getattr, self.replaced
 
 
-# The objects in which names are looked for
+# The objects in which names are looked up
 
 
 def _hosts(place: str, trainer: Trainer) -> Iterator[object]:
     """Yields the trainer's objects at a registered place."""
     top, *path = place.split(".")
     if top == "trainer":
-        # The private names along the path are in the register themselves.
+        # The private names along the path are themselves in the register.
         with suppress(AttributeError):
             host = reduce(getattr, path, trainer)
             # Simulated processes have no launcher.
@@ -317,7 +317,7 @@ def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     """Returns the hooks that the user's module and callbacks define, as ``Class.hook``."""
     hooks = dict[str, None]()
     for owner in (trainer.lightning_module, *trainer.callbacks):
-        # A LambdaCallback stores its hooks itself.
+        # A LambdaCallback stores its hooks as attributes of the object.
         members = set(vars(owner))
         for kind in type(owner).__mro__:
             if not is_of_lightning(kind.__module__) and not kind.__module__.startswith(_OURS):
@@ -326,7 +326,7 @@ def user_hooks(trainer: Trainer, names: Collection[str]) -> list[str]:
     return list(hooks)
 
 
-# Refused trainers: those that would leave worker groups with different models, or waiting for each
+# Refused trainers: those that would leave worker groups with different models or waiting for each
 # other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -373,7 +373,7 @@ def refuse_unsupported(trainer: Trainer, shares: bool, is_sharded: bool) -> None
             f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
-    # Lightning has no such validation before 2.6.
+    # Lightning did not have this kind of validation before 2.6.
     seconds = getattr(trainer, "_val_check_time_interval", None)
     if seconds is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Defines how the ranks of a worker group store the model, which may be sharded.
+"""Defines how a worker group's ranks store the model, which may be sharded.
 
-The format of a model determines the arguments of Lightning's strategy, the shape of a group, the
-wrapped model, and how the model and the inner optimizers are saved and restored.
+A model's format determines the arguments of Lightning's strategy, a group's shape, the wrapped
+model, and how the model and the inner optimizers are saved and restored.
 
 [Note: sharded folders] Only the first worker group writes the folder, because all groups have the
 same outer model. The inner optimizers are saved from rank 0. The folder is written next to its
@@ -158,7 +158,8 @@ class WholeModel:
     def wrap(self, host: Host, module: nn.Module, topology: Topology, wrap: Function) -> Internal:
         process_group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = process_group
-        # Without the process group, a DDP communication hook reduces gradients over all groups.
+        # Without the process group, a DDP communication hook would reduce gradients over all
+        # groups.
         state = host._ddp_comm_state
         if state is None and host._ddp_comm_hook is not None:
             host._ddp_comm_state = process_group
@@ -213,9 +214,9 @@ class WholeModel:
 def reader_of(load_file: Load, **how: Forwarded) -> Read:
     """Returns a function that reads an object in the same way as a CheckpointIO reads a file.
 
-    Plain objects are read with torch. The CheckpointIO of a project may also accept other objects.
+    Plain objects are read with torch. A project's CheckpointIO may also accept other objects.
     """
-    # Before 2.6, Lightning has no such argument and reads any object.
+    # Before 2.6, Lightning did not have this argument and read any object.
     weights_only = how.get("weights_only", False)
 
     def read(packed: io.BytesIO) -> object:
@@ -260,7 +261,7 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 
 
 class ShardedModel(WholeModel):
-    """Stores a part of the model on every rank, as defined in ``configure_model``."""
+    """Stores part of the model on each rank, as defined in ``configure_model``."""
 
     summary = """Trains a model too large for one device on several worker groups with slow links.
 
@@ -298,9 +299,9 @@ class ShardedModel(WholeModel):
                 the number of nodes in a group, or the group size divided by
                 ``tensor_parallel_size``.
             tensor_parallel_size: The size of the mesh's ``"tensor_parallel"`` dimension. ``"auto"``
-                is the number of devices of a group on one node, or the group size divided by
+                is the number of a group's devices on one node, or the group size divided by
                 ``data_parallel_size``.
-            save_distributed_checkpoint: Whether a checkpoint is a folder, in which each rank of a
+            save_distributed_checkpoint: Whether a checkpoint is a folder, to which each rank of a
                 group writes a part, rather than a single file.
             process_group_backend: The backend of the process groups that Lightning and a worker
                 group use, such as ``"gloo"``. If None, the default backend of the device is used.
@@ -492,8 +493,8 @@ def _remove(path: Path) -> None:
 
 # A single rank has no gradients to average and needs no buckets, which take 5 bytes per parameter.
 
-# With these arguments, DistributedDataParallel does more than average gradients, which a single
-# rank does not need.
+# With these arguments, DistributedDataParallel does more than average gradients, so even a single
+# rank needs it.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
@@ -556,7 +557,7 @@ def may_fix_bucket_order(model: DistributedDataParallel) -> bool:
 def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets immediately.
 
-    A resumed fit then adds gradients in the same order as an uninterrupted fit.
+    As a result, a resumed fit adds gradients in the same order as an uninterrupted fit.
     """
     module = model.module
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -586,19 +587,19 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-# Gradients are freed before the forward pass; Lightning frees them after it. With 100 million
-# parameters this saves 1.1 bytes per parameter.
+# Gradients are freed before the forward pass, whereas Lightning frees them after it. With 100
+# million parameters, this saves 1.1 bytes per parameter.
 
 # glibc keeps at most this much free memory at the end of its heap. If less is freed before the
-# forward pass, glibc returns it to the system in every batch, which it would not do later: 1 to 4 %
-# of the processor time for up to 11 million parameters.
+# forward pass, glibc returns it to the system in every batch, which it would not do if they were
+# freed later. This takes 1 to 4 % of the processor time for up to 11 million parameters.
 _LEAST_BYTES = 1 << 26
 
 
 def release_gradients(
     trainer: Trainer, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int
 ) -> None:
-    """Frees the gradients of the previous batch if they are large and no user hook needs them."""
+    """Frees the previous batch's gradients if they are large and no user hook needs them."""
     module = trainer.lightning_module
     begins = batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:

@@ -1,6 +1,6 @@
-"""Reports the activity of a run with logged scalars, the progress bar, records, and log lines.
+"""Reports a run's activity through logged scalars, the progress bar, records, and log lines.
 
-The functions in this module never change training, wait for another rank, or send data between
+The functions in this module never affect training, wait for another rank, or send data between
 groups. The records are read by ``tools/run_files.py``.
 """
 
@@ -83,11 +83,11 @@ SUMMED = tuple(
         "groups_wrong_buffers",
     )
 )
-"""The scalars that are summed over all landings since the last row of a logger."""
+"""The scalars that are summed over all landings since a logger's last row."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns the logged values of a landing without unknown numbers."""
+    """Returns a landing's logged values, except for unknown numbers."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -127,7 +127,7 @@ def _logged(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
-    """Adds a landing to the loggers' next row.
+    """Adds a landing's scalars to the loggers' next row.
 
     Additive values are summed. For all other values, the last value is kept.
     """
@@ -148,7 +148,7 @@ class Interval:
         self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Adds a landing. Returns the scalars of the round if the landing ends the round."""
+        """Adds a landing. Returns the round's scalars if the landing ends the round."""
         self._waited += landing.exposed_wait_s
         rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
         self._peak = max(rates, default=math.nan)
@@ -197,7 +197,7 @@ def _width(entries: Mapping[str, str]) -> int:
 
 
 def lay_out(trainer: Trainer) -> None:
-    """Adds a page of charts to TensorBoard loggers, where each chart shows related scalars."""
+    """Adds a page of charts to TensorBoard loggers, in which each chart shows related scalars."""
     charts = {
         title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()
     }
@@ -211,14 +211,14 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Values of ``time.perf_counter()`` in a field of a record."""
+"""Values of ``time.perf_counter()`` in a record's field."""
 
 
 class Deferred:
     """A queue of scalars that are being copied from the device to the host."""
 
     def __init__(self) -> None:
-        # Each scalar with its inner step and the event that ends its copy.
+        # Each scalar with its inner step and the event that marks the end of its copy.
         self._scalars: deque[tuple[int, Tensor, torch.Event | None]] = deque()
 
     def take(self, step: int, tensor: Tensor) -> None:
@@ -245,7 +245,7 @@ class Deferred:
 
 
 class StreamingDiLoCoMonitorMixin:
-    """Records the activity of a run for `sdiloco report` and for trace viewers.
+    """Records a run's activity for `sdiloco report` and for trace viewers.
 
     Every rank writes a separate record of inner steps, launches, flights, landings, waits and
     losses as a JSON Lines file. No data is sent to other groups, and training never waits for the
@@ -272,7 +272,8 @@ class StreamingDiLoCoMonitorMixin:
         ... )  # doctest: +SKIP
     """
 
-    # Returns a module of the tools, which are above this package: a distribution's monitor has it.
+    # Returns a module of the tools. Each distribution's monitor defines this function, because the
+    # tools are above this package.
     _tool: Function
 
     def __init__(
@@ -303,7 +304,7 @@ class StreamingDiLoCoMonitorMixin:
         # When the last inner step ended, and when the last validation began.
         self._done: float | None = None
         self._paused: float | None = None
-        # The metrics before the last validation, and the metrics that came with it.
+        # The names of the metrics before the last validation, and of those that came with it.
         self._names_before = set[str]()
         self._validated = set[str]()
 
@@ -320,7 +321,7 @@ class StreamingDiLoCoMonitorMixin:
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(self._folder or _folder_of(trainer) / "sdiloco")
         folder.mkdir(parents=True, exist_ok=True)
-        # Written line by line, so that a killed run leaves its record up to that point.
+        # Written line by line so that a killed run leaves its record up to that point.
         path = folder / f"rank_{trainer.global_rank:05d}.jsonl"
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._folder = str(folder)
@@ -346,7 +347,7 @@ class StreamingDiLoCoMonitorMixin:
         step_began, self._done = engine.history.step_span
         self._write("step", step=self._step, span=(began, step_began), done=self._done)
         if engine.fragments is not self._fragments:
-            # The same applies after settings were chosen.
+            # This also happens once settings have been chosen.
             self._write("settings", settings=_recorded(engine.rounds.settings))
             self._note_fragments(pl_module, engine)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -553,7 +554,7 @@ def _folder_of(trainer: Trainer) -> Path:
 
 
 def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
-    """Returns the monitors among the callbacks of a trainer."""
+    """Returns the monitors among a trainer's callbacks."""
     return [
         callback
         for callback in trainer.callbacks
@@ -563,12 +564,12 @@ def monitors_of(trainer: Trainer) -> list[StreamingDiLoCoMonitorMixin]:
 
 # Lines at the start
 
-# The first inner steps are slow for other reasons.
+# The first few inner steps are slower than the others and are not counted.
 _FIRST = 3
 _LAST = 10
 
-# If a signal may wait longer than this, a warning is logged, which adds this many seconds for
-# saving.
+# If a signal may have to wait longer than this, a warning is logged. Its advice adds this many
+# seconds for saving.
 _LONG_SECONDS = 60.0
 _SAVING_SECONDS = 60
 
@@ -597,7 +598,7 @@ class Announcement:
             self._advise_on_signals(seconds)
 
     def _link_needed(self, seconds: float) -> str:
-        """Formats the required link rate as the end of a sentence.
+        """Formats the required link rate for the end of a sentence.
 
         Args:
             seconds: The duration of an inner step.
@@ -624,7 +625,7 @@ class Announcement:
         early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
         advice = f"Allow {early} s from SIGTERM to SIGKILL"
         # Only Lightning's SLURM environment has a requeue signal. Without auto_requeue, it does not
-        # listen for it.
+        # listen for this signal.
         requeue = getattr(self._environment, "requeue_signal", None)
         if requeue:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
@@ -641,7 +642,7 @@ class Announcement:
 
 
 def _launch_bytes(engine: StreamingDiLoCo) -> list[int]:
-    """Returns the number of bytes that this rank sends for each fragment, without buffers."""
+    """Returns the number of bytes that this rank sends for each fragment, excluding buffers."""
     topology = engine.topology
     settings = engine.rounds.settings
     all_reduce = all_reduce_for(
@@ -687,7 +688,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _outer_settings(engine: StreamingDiLoCo) -> str:
-    """Formats the settings of the outer step as a user would write them."""
+    """Formats the outer step's settings as a user would write them."""
     outer = engine.rounds.settings.outer
     parts = []
     for name, setting in engine.rounds.settings.numbers_and_policies.items():

@@ -4,11 +4,11 @@
 inner step `sync_every`. During these steps, the engine uses placeholder values for the settings
 that are still open. Then all ranks exchange their step times, measure the link together, and adopt
 rank 0's choice. The engine continues as if it had used the chosen settings from the start, so the
-run is bit-identical to a run that is started with them. Every later checkpoint contains the chosen
-settings, and a resumed fit restores them. A dense beginning is chosen in the same way, before its
-first launch is due. Dense rounds are made as short as possible without making training wait for the
-link. If the user omits `sync_every`, its value depends on the length of the fit. The value is
-increased if training would otherwise wait for the link.
+run is bit-identical to one that was started with these settings. Every later checkpoint contains
+the chosen settings, and a resumed fit restores them. A dense beginning is chosen in the same way
+before its first launch is due. Dense rounds are made as short as possible without making training
+wait for the link. If the user omits `sync_every`, its value depends on the length of the fit. The
+value is increased if training would otherwise wait for the link.
 """
 
 import logging
@@ -60,14 +60,15 @@ _log = logging.getLogger(__name__)
 # The ``sync_every`` of dense beginnings, in the order in which they are tried.
 _DENSE_EVERY = (4, 8, 16, 32, 64, 128)
 
-# Seconds per inner step for which training may wait in any case.
+# Seconds per inner step that training may always spend waiting.
 _NEXT_TO_NOTHING = 0.002
 
-# The first inner steps are slow for other reasons. The median of a few more steps is enough.
+# The first few inner steps are slower than the others and are not counted. The median of a few more
+# steps is enough.
 FIRST = 3
 STEPS = 8
 
-# Placeholders until the choice is made, before which no launch is due.
+# Placeholders until the choice is made. No launch is due before then.
 _PLACEHOLDERS: Mapping[str, object] = {
     "sync_every": 1_000_000,
     "overlap_steps": 0,
@@ -77,14 +78,14 @@ _PLACEHOLDERS: Mapping[str, object] = {
 }
 
 # Messages grow until an exchange takes this long or they are this large. The time is long enough to
-# measure any link, and the size is large enough for most. A small model never sends as much, and
-# then no message is larger than its parameters.
+# measure any link, and the size is large enough for most. A small model never sends that much, so
+# no message is larger than its parameters.
 _ENOUGH_SECONDS = 0.5
 _LEAST_BYTES = 2**16
 _MOST_BYTES = 2**24
 
-# The shortest round, in inner steps, that is chosen in a long enough fit. Large models lose less in
-# longer rounds, and their matrices take more of the time in short rounds.
+# The shortest round, in inner steps, that is chosen for a long enough fit. Large models lose less
+# in longer rounds, and their matrices take more of the time in short rounds.
 _SHORT_ROUND = 10
 _SHORT_ROUND_OF_LARGE = 20
 
@@ -138,12 +139,12 @@ class Options:
     """The number of inner steps in the fit, or infinity if unknown."""
     measured: Measured | None = None
     """The planner's measurements, or None if nothing has been measured."""
-    # When inner steps ended, excluding the seconds spent waiting for other groups.
+    # The times at which inner steps ended, less the seconds spent waiting for other groups.
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
     def from_arguments(arguments: State) -> "Options":
-        """Creates the options from a strategy's arguments and ignores unrelated arguments."""
+        """Creates the options from a strategy's arguments and ignores unrelated ones."""
         chosen = {setting.name: arguments[setting.name] for setting in fields(Settings)}
         chooses_dense = _is_auto(chosen["dense_beginning"])
         if chooses_dense:
@@ -180,7 +181,7 @@ class Options:
         self.worker_groups = checked_worker_groups(self.worker_groups)
         if self.federation is not None:
             self.federation.check(self.settings)
-            # The ranks of a site are one group.
+            # A site's ranks form one group.
             self.worker_groups = 1
 
     def _check_auto(self, first: str) -> None:
@@ -302,9 +303,9 @@ class Options:
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
         """Chooses the settings that depend on the length of the fit, unless a checkpoint sets them.
 
-        All ranks must call this method. In a federation, no setting depends on the length of a fit.
-        Until the link is measured, the dense beginning consists of placeholder rounds of four inner
-        steps, unless the planner needs more inner steps to make its own choice.
+        All ranks must call this method. In a federation, no setting depends on the length of the
+        fit. Until the link is measured, the dense beginning consists of placeholder rounds of four
+        inner steps, unless the planner needs more inner steps to make its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
@@ -331,7 +332,7 @@ class Options:
         if len(lengths) > 1 and topology.background is None:
             workload = Model.of_parameters(trainable(model))
             method = Streaming(workload, self.settings, _groups_of(model, topology, 1.0))
-            # Every link hides a message that is smaller than the smallest measured one.
+            # Every link hides a message that is smaller than the smallest one that is measured.
             self.chooses_rounds = method.bytes_per_step * lengths[0] > _LEAST_BYTES
 
     def _round_lengths(self, model: nn.Module) -> list[int]:
@@ -507,7 +508,7 @@ class Options:
             self.why_rounds = "from the checkpoint"
 
     def restore(self, saved: Fields) -> None:
-        """Restores the applicable settings and any choice of the planner from a checkpoint."""
+        """Restores the applicable settings, and any choice of the planner, from a checkpoint."""
         saved = read_settings(saved)
         self.settings = self.settings.taken_from(saved)
         if self.follows_length:
@@ -517,7 +518,7 @@ class Options:
             self.chooses_dense = dense == AUTO
             if not self.chooses_dense:
                 self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
-        # Older runs record the default number of blocks.
+        # Older runs recorded the default number of blocks.
         fragments = self.settings.fragments
         saved_fragments = saved.get("fragments")
         is_name = isinstance(fragments, str) and isinstance(saved_fragments, str)
@@ -571,7 +572,7 @@ class Options:
         return max(1e-6, seconds)
 
     def _measured_link(self, model: nn.Module, topology: Topology, to: int | None = None) -> Link:
-        """Measures the link with messages of at most this rank's share of the parameters in
+        """Measures the link with messages no larger than this rank's share of the parameters in
         float32, because no exchange sends more.
         """
         values = Model.of_parameters(trainable(model)).numel
@@ -702,7 +703,7 @@ def measure_link(topology: Topology, timeout: float, largest: int, to: int | Non
         nbytes = min(4 * nbytes, largest)
         transfer = seconds(nbytes)
     if transfer < _ENOUGH_SECONDS:
-        # By now the connections are at full speed.
+        # By now, the connections have reached full speed.
         transfer = min(transfer, seconds(nbytes))
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size

@@ -37,7 +37,7 @@ def make_site_of_host(host: Host, federation: Federation) -> Federation:
     host.num_nodes = 1
     if launch.launcher == "SLURM":
         host.cluster_environment = _environment_by_variables(environment)
-    # Fabric has the second.
+    # Fabric's strategies have the second method.
     set_world_ranks = getattr(host, "set_world_ranks", None) or host._set_world_ranks
     set_world_ranks()
     return located
@@ -52,7 +52,7 @@ def _environment_by_variables(environment: Internal) -> Internal:
 
 
 def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
-    """Moves this host's checkpoints and logs into a folder of the site.
+    """Moves this host's checkpoints and logs into the site's folder.
 
     The trainer's folders may be shared between hosts. Returns the federation with the hub's folder
     next to the site's folder.
@@ -69,7 +69,7 @@ def give_own_folders(trainer: Trainer, federation: Federation) -> Federation:
         callback.dirpath = _below(dirpath or f"{root}/checkpoints", site)
     for logger in trainer.loggers:
         _move_logger(logger, site)
-    # Checkpoints saved after SLURM's signal go there.
+    # Checkpoints saved after SLURM's signal go into this folder.
     trainer._default_root_dir = _below(root, site)
     if federation.folder is not None or "://" in beside:
         return federation

@@ -1,4 +1,4 @@
-"""Provides the results of a fit, even if the fit ran in other processes."""
+"""Provides a fit's results, even if the fit ran in other processes."""
 
 import signal
 import sys
@@ -60,7 +60,7 @@ class Results:
         return source
 
 
-# Files in the folder of a launch.
+# Files in a launch's folder.
 _SUMMARY = "summary.pt"
 _BYTES = ".bytes"
 
@@ -72,15 +72,16 @@ _SECONDS_TO_END = 3.0
 
 
 class LauncherMixin(_Base):
-    """Starts processes with spawn, fork or forkserver, and returns the results of rank 0.
+    """Starts processes with spawn, fork or forkserver, and returns rank 0's results.
 
     The launcher forwards a termination signal from the main process to the started processes, and
-    ends them after Ctrl-C. Lightning would leave the processes running or wait for a result that
-    never arrives.
+    ends them after Ctrl-C. Lightning's own launcher would leave the processes running or wait for a
+    result that never arrives.
 
-    Large values are passed in files, in a folder that is removed after the launch. Lightning uses a
-    queue on a pipe of about 64 kB, which the main process reads only after the other processes have
-    ended. If the data exceeded the size of the pipe, both sides would wait for each other forever.
+    Large values are passed in files, in a folder that is removed after the launch. Lightning
+    instead uses a queue on a pipe of about 64 kB, which the main process reads only after the other
+    processes have ended. If the data exceeded the pipe's size, both sides would wait for each other
+    forever.
     """
 
     _strategy: Host
@@ -93,7 +94,7 @@ class LauncherMixin(_Base):
     def launch(
         self, function: Function, *args: Forwarded, trainer: Trainer = None, **kwargs: Forwarded
     ) -> Forwarded:
-        # The processes run on this machine, so they share its folder for temporary files.
+        # The processes run on this machine, so they share its temporary folder.
         with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
             # The main process is not a rank.
             def forward(signum: int, frame: FrameType | None) -> None:
@@ -170,7 +171,7 @@ class LauncherMixin(_Base):
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: State) -> None:
-        """Reads the files that rank 0 wrote in `get_extra_results`, in the main process."""
+        """In the main process, reads the files that rank 0 wrote in `get_extra_results`."""
         folder = Path(self._folder)
         written = {
             path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")

@@ -3,12 +3,12 @@
 No other module overrides methods of Lightning's strategies.
 
 Every distribution of Lightning has its own base classes. A strategy for a distribution inherits
-from this class and a base class, and adds only its name; see ``lightning_pytorch.py``.
+from this class and from a base class, and adds only a name; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state except its parts. `Options` holds the user's
-settings. `ConnectedGroups` holds the ranks for as long as the strategy exists. A `Fit` begins and
-ends with each fit. A model format, `WholeModel` or `ShardedModel`, determines how ranks store the
-model. `Results` holds the values that users can read during and after a fit.
+settings. `ConnectedGroups` holds the connected ranks for as long as the strategy exists. A `Fit`
+begins and ends with each fit. A model format, `WholeModel` or `ShardedModel`, determines how ranks
+store the model. `Results` holds the values that users can read during and after a fit.
 """
 
 import gc
@@ -81,12 +81,12 @@ _log = logging.getLogger(__name__)
 
 
 class GroupStrategy:
-    """Trains one model on several worker groups.
+    """Trains one model on multiple worker groups.
 
     Args:
         worker_groups: The number of worker groups (M in the paper). Consecutive ranks form a group.
-            ``"auto"`` means one group per node if there are several nodes, and one group per device
-            otherwise.
+            ``"auto"`` means one group per node if there are multiple nodes, and one group per
+            device otherwise.
         sync_every: The number of inner steps between two launches of the same fragment (H in the
             paper). If None, the number is between 10 and 100, depending on the length of the fit,
             or 100 if the length is unknown; see docs/choosing.md. If ``"auto"``, the planner
@@ -102,22 +102,23 @@ class GroupStrategy:
             checkpoint.
         fragments: How the model is divided into fragments. ``"strided:3"`` and ``"sequential:3"``
             put three repeated blocks into each fragment. Without a number, a fragment contains an
-            eighth of the blocks, limited to one to three, or more if there would otherwise be more
-            than 32 fragments. ``"balanced"`` makes as many fragments as ``"strided"``, but of equal
-            size. An integer sets the number of fragments, which then have equal sizes. A list of
-            lists of shell-style patterns for parameter names defines one fragment per list.
-            ``"auto"`` is ``"strided"`` with a number of blocks that suits the link.
+            eighth of the blocks, but at least one and at most three, or more if there would
+            otherwise be more than 32 fragments. ``"balanced"`` makes as many fragments as
+            ``"strided"``, but of equal size. An integer sets the number of fragments, which are
+            then equal in size. A list of lists of shell-style patterns for parameter names defines
+            one fragment per list. ``"auto"`` is ``"strided"`` with a number of blocks that suits
+            the link.
         compression: How outer gradients are encoded. Pass a name from
             ``lightning_sdiloco.compression.COMPRESSIONS``, such as ``"fp4"``, or a
             ``lightning_sdiloco.compression.Compression``. ``"auto"`` chooses the most precise of
             ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link is fast enough.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: The momentum of the outer Nesterov SGD, as defined by torch, or ``"auto"``.
-        evaluate: The model that is validated during a fit. ``"outer"`` validates the outer model,
-            or the mean of the groups until every fragment has landed once. ``"mean"`` validates the
-            mean of the groups, which is exchanged for every validation. ``"local"`` validates each
-            group's own model. Checkpoints contain the outer model. Until every fragment has landed
-            once, and right after a validation of the mean, they contain the mean instead.
+        evaluate: The model that is validated during a fit. ``"outer"`` validates the outer model
+            or, until every fragment has landed once, the mean of the groups. ``"mean"`` validates
+            the mean of the groups, which is exchanged for every validation. ``"local"`` validates
+            each group's own model. Checkpoints contain the outer model. Until every fragment has
+            landed once, and right after a validation of the mean, they contain the mean instead.
         federation: The `Federation` that these separately launched ranks join as a site. If None,
             all worker groups are launched together.
         outer_optimizer: A replacement for the outer Nesterov SGD. Pass a function that takes the
@@ -146,7 +147,7 @@ class GroupStrategy:
             ``RandomPairs()`` or ``Ring()``. On such routes, groups have different outer parameters,
             and validation and checkpoints use the mean of all groups. If None, every group
             exchanges with all other groups.
-        untrained: The treatment of buffers and frozen parameters by name pattern, as in
+        untrained: How buffers and frozen parameters are treated, by name pattern, as in
             ``{"*.queue": "own"}``. ``"mean"`` averages the values over the groups, ``"first"``
             copies the values of the first group, and ``"own"`` keeps each group's own values. If
             None, the statistics of normalization layers are averaged, other small buffers are
@@ -157,7 +158,7 @@ class GroupStrategy:
 
     Raises:
         ValueError: If an argument is out of range. The message names the argument.
-        TypeError: If there is no such argument.
+        TypeError: If an argument does not exist.
     """
 
     strategy_name: ClassVar[str]
@@ -175,7 +176,7 @@ class GroupStrategy:
 
     @classmethod
     def _arguments(cls) -> dict[str, Argument]:
-        """Returns the arguments of this strategy with their descriptions."""
+        """Returns this strategy's arguments with their descriptions."""
         base_arguments = cls.model_format.base_arguments
         return {
             **arguments_of(GroupStrategy.__init__, GroupStrategy.__doc__),
@@ -303,8 +304,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def __init__(self, *args: Forwarded, **arguments: Forwarded) -> None:
         super().__init__(*args, **arguments)
         self._fit: Fit | None = None
-        # It is not stored in Lightning's attribute, because Lightning would mistake it for the
-        # user's.
+        # The accelerator is not stored in Lightning's attribute, because Lightning would mistake it
+        # for the user's.
         self._accelerator_of_trainer: Accelerator | None = None
         # Replacements in Lightning outside a fit.
         self._patches = ExitStack()
@@ -316,7 +317,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """The measurements behind the planner's choice of ``"auto"`` settings, or None."""
         return self.results.options.measured
 
-    # For launcher, checkpoints and loops
+    # For the launcher, checkpoints and loops
 
     @property
     def fit(self) -> Fit:
@@ -348,7 +349,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: "Accelerator") -> None:
-        # Every Trainer sets it once, before anything starts.
+        # Every Trainer sets this once, before anything starts.
         if self._accelerator_of_trainer is not None:
             raise ValueError(
                 "This strategy object belongs to another Trainer. Create a strategy for each"
@@ -361,8 +362,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # The planner's choice is kept. Rounds that follow the fit's length, and the outer
-            # learning rate, momentum and mixing are chosen again, as for the first fit.
+            # The planner's choice is kept. Rounds that depend on the fit's length are chosen again,
+            # as are the outer learning rate, momentum and mixing.
             last_options = self._fit.options
             first_settings = self._options.settings
             settings = replace(
@@ -432,8 +433,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """The number of ranks that share the data, and this rank's position among them."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
-        # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the
-        # same.
+        # Every group and every data-parallel rank has its own data; tensor-parallel ranks share the
+        # same data.
         topology = self.topology
         tensor_parallel = self._format.mesh.get("tensor_parallel", 1)
         data_parallel = topology.group_size // tensor_parallel
@@ -465,7 +466,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self._format.is_sharded:
             super().setup(trainer)
         else:
-            # The same as in DDPStrategy, which would overwrite all weights with rank 0's.
+            # The same as in DDPStrategy, which would also overwrite all weights with rank 0's.
             assert self.accelerator is not None
             assert self.model is not None
             self.accelerator.setup(trainer)
@@ -477,7 +478,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Internal:
-        # This comes first, so that our refusals precede DistributedDataParallel's.
+        # This comes first so that our refusals precede DistributedDataParallel's.
         self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 
@@ -525,7 +526,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     ) -> object:
         if batch is None:
             # Lightning does not call on_train_batch_start for an idle batch, but the other groups
-            # may be in it. User hooks that move batches do not have to handle idle ones.
+            # may be in this hook. User hooks that move batches do not have to handle idle ones.
             self._follow_trainable_parameters()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -604,7 +605,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if saved.get("state") == {}:
                 # A group that starts with a fresh optimizer keeps the state with which it was
-                # made.
+                # created.
                 saved = {**saved, "state": optimizer.state_dict()["state"]}
             states.append(saved)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

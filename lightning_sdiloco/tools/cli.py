@@ -1,13 +1,13 @@
-"""Implements the ``sdiloco`` command by turning the parameters of functions into options.
+"""Implements the ``sdiloco`` command by turning function parameters into options.
 
 To add a subcommand, create a file with a function of the same name that returns the text to print,
 and list the file in `COMMANDS`. jsonargparse reads the function's type hints and docstring. The
 first paragraph of the docstring becomes the summary, and lines that start with $ become examples in
 the help. A parameter without a default is positional, a bool is a flag, and an option for a list
-can be repeated. The fields of a dataclass parameter become options that several subcommands can
-share. To report a user error, raise a ``ValueError``. The message of the error is printed to
-stderr, and the command exits with code 2. A subcommand is imported only when it runs, because some
-subcommands do not need torch. The hub distribution contains only these subcommands.
+can be repeated. The fields of a dataclass parameter become options that multiple subcommands can
+share. To report a user error, raise a ``ValueError``. The error's message is printed to stderr, and
+the command exits with code 2. A subcommand is imported only when it runs, because some subcommands
+do not need torch. The hub distribution contains only those that do not.
 """
 
 import ast
@@ -41,9 +41,9 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The module and the functions of each subcommand.
+"""Each subcommand's module and functions.
 
-A function with a different name than the subcommand is a nested subcommand.
+A function whose name differs from the subcommand's is a nested subcommand.
 """
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
@@ -59,7 +59,7 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
     ),
     **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
 }
-"""The options that accept numbers with a unit, and the size of each unit."""
+"""The options that accept numbers with a unit, and each unit's size."""
 
 _EXAMPLES: Mapping[str, str] = {
     "--params": "1B",
@@ -68,7 +68,7 @@ _EXAMPLES: Mapping[str, str] = {
     "--round-trip": "50ms",
     "--grace": "10s",
 }
-"""An example of a number with a unit for each option, for the help."""
+"""An example of a number with a unit for each option, for use in the help."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
 """The options that require a unit, because link speeds are given in both Mbit/s and Gbit/s."""
@@ -104,7 +104,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def without_units(args: Sequence[str]) -> list[str]:
-    """Converts numbers with a unit, such as 1B or 100Mbit, to the units of the command.
+    """Converts numbers with a unit, such as 1B or 100Mbit, to the command's units.
 
     Raises:
         ValueError: If a unit is unknown or a required unit is missing.
@@ -164,7 +164,7 @@ def _modules_named_in(value: str) -> list[str]:
 def parser_of(names: Container[str]) -> ArgumentParser:
     """Creates the parser.
 
-    Only the named subcommands are imported, and for all others only the summaries are read.
+    Only the named subcommands are imported. For all others, only the summaries are read.
     """
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
@@ -192,7 +192,7 @@ def parser_of(names: Container[str]) -> ArgumentParser:
 
 
 def _function(name: str, function: str) -> Callable[..., str]:
-    """Imports the function of a subcommand."""
+    """Imports a subcommand's function."""
     command: Callable[..., str] = getattr(
         import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function
     )
@@ -200,7 +200,7 @@ def _function(name: str, function: str) -> Callable[..., str]:
 
 
 def _installed() -> dict[str, tuple[str, ...]]:
-    """Returns the functions of the subcommands that are installed."""
+    """Returns the functions of each installed subcommand."""
     return {name: functions for name, (_, functions) in COMMANDS.items() if _file_of(name).exists()}
 
 
@@ -220,7 +220,7 @@ def _summary(name: str, function: str) -> str:
 
 
 def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
-    """Adds the parameters of a function to a parser and its examples to the help."""
+    """Adds a function's parameters to a parser, and the function's examples to the help."""
     shared = _shared_options(command)
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
@@ -229,7 +229,7 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
 
 
 def examples_of(docstring: str) -> list[str]:
-    r"""Returns the commands that follow a $ and may continue on the next lines.
+    r"""Returns the commands that follow a $, together with their continuation lines.
 
     >>> examples_of("$ sdiloco plan --params 1B --picture\n  plan.svg\n  $ sdiloco demo\n\n  >>> 1")
     ['sdiloco plan --params 1B --picture plan.svg', 'sdiloco demo']
@@ -239,13 +239,13 @@ def examples_of(docstring: str) -> list[str]:
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, type]:
-    """Returns the dataclass parameters of a command, which provide several options each."""
+    """Returns a command's dataclass parameters, each of which provides multiple options."""
     hints = get_type_hints(command).items()
     return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def _called(command: Callable[..., str], options: object) -> str:
-    """Calls the function of a subcommand with the parsed options."""
+    """Calls a subcommand's function with the parsed options."""
     # jsonargparse puts a zero-width space before names that are methods of its namespaces, such
     # as keys.
     arguments = {name.lstrip("\u200b"): value for name, value in vars(options).items()}
@@ -290,7 +290,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def _in_words(option: str, type_hint: object, default: object) -> str:
-    """Formats the accepted values and the default at the end of an option's help."""
+    """Formats the accepted values and the default for the end of an option's help."""
     words = []
     if option in _EXAMPLES:
         words.append(f"number, for example {_EXAMPLES[option]}")
@@ -369,7 +369,7 @@ class _Parser(ArgumentParser):
         sys.exit(2)
 
     def _refusal_of_setting(self, name: str, value: str) -> str:
-        """Explains why this command does not have a setting, if there is an explanation."""
+        """Explains why this command does not have a setting, if the reason is known."""
         names = [action.dest for action in self._actions]
         # A command that has settings has already imported them, and torch with them.
         if "fragments" not in names:

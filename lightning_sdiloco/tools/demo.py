@@ -1,13 +1,13 @@
-"""Runs ``sdiloco demo``, which trains the example with several settings and compares the costs.
+"""Runs ``sdiloco demo``, which trains the example with different settings and compares the costs.
 
 All runs use two CPU processes and the same model, seed, data and number of tokens
 (``examples/configs/base.yaml``). Each run starts ``pretrain_text.py`` with a command that is saved
-with the results and can also be run by hand. Losses are measured. The planner computes the times on
-a slow link from the measured step time, the bytes that each method sends, and the properties of the
-link.
+with the results and can also be run by hand. Losses are measured, whereas the planner computes the
+times on a slow link from the measured step time, the bytes that each method sends, and the link's
+properties.
 
-The results of each setting are kept in a separate file until all settings have been trained. After
-an interruption, the demo therefore trains only the remaining settings.
+Each setting's results are kept in a separate file until all settings have been trained. After an
+interruption, the demo therefore trains only the remaining settings.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PACKAGE = Path(__file__).parents[1]
-# The wheel has the examples inside the package; in a clone they are next to it. The path is
-# relative, so that the printed commands can be read, and typed, in the folder where the demo was
-# started.
+# In the wheel, the examples are inside the package. In a clone, they are next to it. The path is
+# relative so that the printed commands are easy to read and can be typed in the folder where the
+# demo was started.
 EXAMPLES = Path(
     os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples"))))
 )
@@ -76,8 +76,8 @@ def demo(
 
     Args:
         steps: Number of inner steps for each setting.
-        settings: Setting to train: ddp, diloco or streaming_fp4. Repeat the option for several
-            settings. By default, all settings are trained.
+        settings: Setting to train: ddp, diloco or streaming_fp4. Repeat the option to train
+            multiple settings. By default, all settings are trained.
         out: Folder for results and pictures. After an interruption, run the same command again to
             train the remaining settings.
 
@@ -115,7 +115,7 @@ def demo(
 
 
 def writable_folder(out: str) -> Path:
-    """Creates the folder, and refuses a folder that is not writable before training starts."""
+    """Creates the folder, or refuses it before training starts if it is not writable."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def numbers_of(setting: str, folder: Path) -> Path:
 
 
 def trained(setting: str, steps: int, folder: Path, console: Console) -> Numbers:
-    """Returns the results of a setting from an interrupted demo or from a new run."""
+    """Returns a setting's results from an interrupted demo or from a new run."""
     path = numbers_of(setting, folder)
     command = training_command(setting, steps, path)
     if path.exists():
@@ -183,7 +183,7 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
                 else:
                     output.append(line)
         except KeyboardInterrupt:
-            # Ctrl-C also reaches it; a signal to this process does not.
+            # Ctrl-C also reaches the training process, but a signal to this process does not.
             process.terminate()
             process.wait()
             raise
@@ -196,13 +196,13 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
 
 
 def description_of(setting: str) -> str:
-    """Returns the name of a setting, padded so that the progress bars line up."""
+    """Returns a setting's name, padded so that the progress bars line up."""
     return SETTINGS[setting].ljust(max(map(len, SETTINGS.values())))
 
 
 def add_times(results: dict[str, Numbers]) -> None:
-    """Adds ``link_seconds`` to each run, the times of its validations on the slow link."""
-    # The smallest, because DDP's steps include an exchange on this machine.
+    """Adds ``link_seconds`` to each run: the times of its validations on the slow link."""
+    # The shortest step time is used, because DDP's steps include an exchange on this machine.
     step_seconds = min(run["step_seconds"] for run in results.values())
     for setting, run in results.items():
         run["link_step_seconds"] = step_seconds
@@ -250,12 +250,12 @@ def cells(row: Numbers, baseline: int) -> list[str]:
 
 
 def time_on_link(row: Numbers) -> str:
-    """Formats the duration of a run on the slow link."""
+    """Formats how long a run takes on the slow link."""
     return short(row["link_seconds"][str(row["steps"])])
 
 
 def sentences(ddp: Numbers, ours: Numbers) -> list[str]:
-    """Describes the difference in loss and the time of both runs on the slow link."""
+    """Describes the difference in loss and how long both runs take on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss = 100 * abs(nats) / ddp["val_loss"]
     perplexity = 100 * abs(math.expm1(nats))
@@ -301,8 +301,7 @@ def tell(results: dict[str, Numbers], folder: Path, console: Console) -> str:
 def seconds_on_link(run: Numbers, configuration: Path) -> dict[str, float]:
     """Computes the seconds that a run on the link would need to reach each validation.
 
-    The results of the run include ``link_step_seconds``, the duration of a step without an
-    exchange.
+    The run's results include ``link_step_seconds``, the duration of a step without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     parameters = {name: torch.empty(shape, device="meta") for name, shape in run["shapes"].items()}
@@ -327,7 +326,7 @@ def short(seconds: float) -> str:
 
 
 def draw(folder: Path, results: dict[str, Numbers]) -> list[Path]:
-    """Plots the loss over the time on the link and returns the files."""
+    """Plots the loss against the time on the link and returns the files."""
 
     def drawn(figure: Figure) -> None:
         axes = figure.subplots()

@@ -53,7 +53,7 @@ from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
 
 SECONDS = 3.0
-"""The seconds for which each direction is measured.
+"""The number of seconds for which each direction is measured.
 
 Only the second half counts, because connections start slowly.
 """
@@ -68,7 +68,7 @@ VARIABLES = (
 )
 
 _UNEQUAL = 2.0  # a direction this many times slower than the other has a cause worth finding
-_LONG_ROUND_TRIP = 0.01  # beyond this, a slow start costs more than a launch can wait for
+_LONG_ROUND_TRIP = 0.01  # beyond this, a slow start takes longer than a launch can wait
 _FILES_PER_RANK = 8  # connections of several process groups
 _FILES = 256  # files that any Python process may have open
 _PINGS = 10
@@ -79,7 +79,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """The result of a check with its state, the observation, and any fix."""
+    """The result of a check: the state, the observation, and any fix."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -140,7 +140,7 @@ def doctor(
 
 
 def _described_ranks(examined: "Examined") -> list[Numbers]:
-    """Describes the position and the machine of every rank in JSON values."""
+    """Describes every rank's position and machine as JSON values."""
     ranks = []
     for rank, endpoints in enumerate(examined.endpoints):
         place = {
@@ -168,7 +168,7 @@ def _as_table(checks: Sequence[Finding]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-# The ranks of a training
+# The ranks of a training run
 
 
 class MeasuredLink(NamedTuple):
@@ -291,7 +291,7 @@ def _environment(num_nodes: int | None) -> tuple[Internal, tuple[str, ...]]:
 
 
 def describe() -> Numbers:
-    """Describes this rank's machine in JSON values."""
+    """Describes this rank's machine as JSON values."""
 
     def tcp(name: str) -> str:
         try:
@@ -351,7 +351,7 @@ def _check_ranks(examined: Examined) -> Iterator[Finding]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Formats the common value of all ranks, or each value with its ranks."""
+    """Formats the value that all ranks share, or else each value with its ranks."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -370,7 +370,8 @@ def _rank(rank: int, examined: Examined) -> str:
 
 def _check_machines(examined: Examined) -> Iterator[Finding]:
     """Reports low file limits, too many threads, and slow debug settings."""
-    # For each kind, only the worst or the first is shown, because the remedy is the same for all.
+    # For each kind of problem, only the worst or first case is shown, because the remedy is the
+    # same for all.
     needed = _FILES_PER_RANK * len(examined.endpoints) + _FILES
     files = [machine["files"] for machine in examined.machines]
     few_files = [rank for rank, limit in enumerate(files) if 0 <= limit < needed]
@@ -391,7 +392,7 @@ def _check_machines(examined: Examined) -> Iterator[Finding]:
 
 
 def _crowded_hosts(examined: Examined) -> Iterator[Finding]:
-    """Yields a finding for each rank on a host whose threads outnumber its cores."""
+    """Yields a finding for each rank on a host with more threads than cores."""
     hosts = [endpoints.host for endpoints in examined.endpoints]
     for host, machine in zip(hosts, examined.machines, strict=True):
         ranks = hosts.count(host)
@@ -447,7 +448,7 @@ def _check_links(examined: Examined) -> Iterator[Finding]:
 
 
 def _check_direction(link: MeasuredLink, back: float) -> Finding:
-    """Compares the bandwidths of the two directions of a link."""
+    """Compares the bandwidths of a link's two directions."""
     check = f"bandwidth {link.source} -> {link.target}"
     rate = readable_rate(link.bits_per_second / 1e9)
     if link.bits_per_second * _UNEQUAL >= back:
@@ -525,7 +526,7 @@ def measure(
 
 
 def _endpoints(rendezvous: Rendezvous, entry: list[object] | None) -> dict[int, tuple[str, int]]:
-    """Gathers the addresses of the listeners on the first rank of each group."""
+    """Gathers the addresses of the listeners on each group's first rank."""
     entries = [e for e in rendezvous.all_gather("links", entry) if e is not None]
     return {group: (str(host), int(port)) for group, host, port in entries}
 
@@ -614,7 +615,7 @@ _CLOCKS_APART = 60.0  # seconds
 
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], Numbers]:
-    """Checks the connection to a hub until the first problem is found."""
+    """Checks the connection to a hub and stops at the first problem."""
     addresses = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError(
@@ -670,7 +671,7 @@ def _check_keys(options: HubOptions) -> Finding:
 
 
 def _check_hub(options: HubOptions, seconds: float, numbers: Numbers) -> Iterator[Finding]:
-    """Checks the connection to one address of the hub and then the run."""
+    """Checks the connection to one of the hub's addresses, and then the run."""
     try:
         mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
@@ -734,7 +735,7 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
 
 
 def _check_run(status: Numbers) -> Iterator[Finding]:
-    """Reports the state of the run, the hub's disk space, and the compatibility of versions."""
+    """Reports the run's state, the hub's disk space, and whether versions are compatible."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"
@@ -781,7 +782,7 @@ def _described(run_config: Numbers) -> str:
 
 
 def _check_version(name: str, required: str) -> Finding:
-    """Compares an installed version with the run config. Only the patch level may differ."""
+    """Compares an installed version with the run config's. Only the patch level may differ."""
     installed = (_installed_version(name) or "none").split("+")[0]
     if installed == required.split("+")[0]:
         return Finding("ok", name, installed)

@@ -18,7 +18,7 @@ from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 
-_MOMENT = 0.5  # seconds between checks that this hub is the latest of its run
+_MOMENT = 0.5  # seconds between checks that this hub is still its run's latest hub
 
 
 def hub(
@@ -54,14 +54,14 @@ def hub(
         metrics: Address and port for Prometheus metrics and for health checks at /healthz. By
             default, metrics are not served. Anyone who can reach this port can read the metrics.
         quorum: Custom quorum that sites may use to found the run, given as module.Class. The hub
-            must be able to import the module. Other custom quorums are refused. The quorums of this
-            package are always allowed.
+            must be able to import the module. Other custom quorums are refused. This package's
+            quorums are always allowed.
         backups: Folder on a different disk for copies of the ledger and payloads, which are made
             while the run continues. If the first disk is lost, start a hub with `--ledger
             FOLDER/hub.sqlite`.
         backups_every: Seconds between copies.
-        refound: Found the run again with a new ledger, from the state of the remaining sites, if
-            the old ledger is lost.
+        refound: If the old ledger is lost, found the run again with a new ledger, from the state of
+            the remaining sites.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
@@ -95,7 +95,7 @@ def hub(
         except ValueError:
             service.close()
             raise
-    # The service ends first. Until it has ended, /healthz answers that it is not serving.
+    # The service ends first. While it is ending, /healthz reports that it is not serving.
     with nullcontext() if server is None else closing(server), closing(service):
         _serve(run, service, server)
     return (
@@ -133,8 +133,8 @@ class HubOptions:
     """Options shared by all commands that contact a hub.
 
     Args:
-        hub: Address and port of the hub. Separate several addresses with commas.
-        keys: Your bundle. Commands that change the run require the bundle of an operator.
+        hub: Address and port of the hub. Separate multiple addresses with commas.
+        keys: Your bundle. Commands that change the run require an operator's bundle.
         run: Name of the run, if the bundle does not contain it.
         insecure: Connect to a hub that does not use keys.
     """
@@ -145,7 +145,7 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub with the name and, by default, the run from the bundle."""
+        """Connects to the hub with the bundle's name and, by default, its run."""
         if self.hub is None:
             raise ValueError("The hub's address is missing. Specify --hub ADDRESS:PORT.")
         name = str(role)
@@ -182,7 +182,8 @@ def status_of(mailbox: HubClient) -> Status:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Remove a site from a run. The site may rejoin after a restart with a state from another site.
+    """Remove a site from a run. After a restart, the site may rejoin with a state from another
+    site.
 
     Args:
         site: Name of the site to remove.
@@ -209,7 +210,7 @@ def end(options: HubOptions) -> str:
 
 
 def backup(options: HubOptions) -> str:
-    """Copy the ledger and payloads of a run to the hub's backup folder immediately.
+    """Copy a run's ledger and payloads to the hub's backup folder immediately.
 
     Args:
         options: Options for the connection to the hub.
@@ -226,7 +227,7 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Change the terms of a run during training. Terms that you omit stay unchanged.
+    """Change a run's terms during training. Terms that you omit stay unchanged.
 
     Args:
         options: Options for the connection to the hub.
@@ -255,7 +256,7 @@ def amend(
         )
     for name in ("rounds", "guard"):
         if changes.get(name) == 0:
-            changes[name] = None  # without an end, any length
+            changes[name] = None  # no end: the run may have any length
     amended = options.ask("operator", "amend", terms=changes)["terms"]
     return f"The run continues with {', '.join(f'{name}={amended[name]}' for name in terms)}."
 
@@ -363,14 +364,14 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
         "Transfer rate of the last blob that a site has sent.",
     ),
 }
-"""The kind, name and help of a site's metrics, by the keys of its status.
+"""The kind, name and help of each metric of a site, by its key in the site's status.
 
 Counters restart when the hub is restarted.
 """
 
 
 class MetricsServer:
-    """A server for metrics that runs in separate threads, without TLS or authentication.
+    """A metrics server that runs in separate threads, without TLS or authentication.
 
     The status is requested at most once per second. The path /healthz returns 200 while the hub is
     serving and 503 otherwise.
@@ -423,7 +424,7 @@ class MetricsServer:
         self._thread.join()
 
     def describe(self) -> list[object]:
-        """Returns an empty list, so that registration does not require a status."""
+        """Returns an empty list so that registration does not require a status."""
         return []
 
     def collect(self) -> Iterator[object]:
@@ -451,7 +452,7 @@ class MetricsServer:
 
 
 Samples = list[tuple[list[str], float]]
-"""The samples of a metric, as pairs of labels and values."""
+"""A metric's samples, as pairs of labels and values."""
 
 
 def _family(
@@ -472,7 +473,7 @@ def _family(
 
 
 def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -> Iterator[object]:
-    """Yields the metrics of the sites, without samples for metrics that are None."""
+    """Yields the sites' metrics, without samples for metrics that are None."""
     states: Samples = []
     for name, site in sites.items():
         for state in STATES:

@@ -1,16 +1,16 @@
-"""Runs ``sdiloco keys``, which creates the keys of a federation and revokes them."""
+"""Runs ``sdiloco keys``, which creates and revokes a federation's keys."""
 
 from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
 from lightning_sdiloco.planning.link import require
 
 
 def init(folder: str, run: str | None = None, days: int = 3650) -> str:
-    """Create a folder with the authority of a federation and a bundle for its hub.
+    """Create a folder with a federation's authority and a bundle for its hub.
 
     Args:
         folder: Folder to create. Anyone who can read this folder can act as any site.
         run: Run for which the keys are valid. By default, this is the first run whose hub is
-            started with the folder.
+            started with this folder.
         days: Maximum number of days for which added keys can be valid.
 
     Examples:

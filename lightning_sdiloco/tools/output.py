@@ -31,7 +31,7 @@ def table(
     Args:
         columns: The cells of each column.
         left: The number of leading columns to align to the left.
-        width: Characters of a line.
+        width: The maximum number of characters in a line.
         section: The number of rows between blank lines, or 0 for no blank lines.
     """
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
@@ -48,7 +48,7 @@ def table(
 
 
 def percent(share: float) -> str:
-    # Truncated rather than rounded, so that 100 % appears only if nothing waits.
+    # Truncated rather than rounded so that 100 % appears only if nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
@@ -92,7 +92,7 @@ class Theme:
         )
         return {
             "font.family": "DejaVu Sans",
-            "svg.hashsalt": "sdiloco",  # equal pictures give equal files
+            "svg.hashsalt": "sdiloco",  # identical pictures give identical files
             "figure.constrained_layout.w_pad": 0.15,
             "figure.constrained_layout.h_pad": 0.1,
             "axes.grid": True,
@@ -131,7 +131,7 @@ DARK = Theme(
     ),
 )
 
-# Each method has one color in all pictures, including the benchmarks'.
+# Each method has the same color in all pictures, including those of the benchmarks.
 STREAMING = "C1"
 DILOCO = "C3"
 DDP = "C9"

@@ -72,8 +72,8 @@ def plan(
     recommend settings.
 
     Args:
-        model: Class path of a LightningModule or another module. Set the arguments of the class
-            with --model.NAME.
+        model: Class path of a LightningModule or another module. Set the class's arguments with
+            --model.NAME.
         params: Number of parameters, as an alternative to --model.
         layers: Number of layers, required with --params.
         step_time: Duration of an inner step without an exchange between groups.
@@ -90,8 +90,8 @@ def plan(
         delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --quorum.
         links: YAML file with the rate of each group's link in Gbit/s, as a list or as a mapping
-            from names. This option replaces --bandwidth and --groups. The plan uses the slowest
-            link and shows the gain of a two-shot exchange whose parts suit the links.
+            from names to rates. This option replaces --bandwidth and --groups. The plan uses the
+            slowest link and shows the gain of a two-shot exchange whose parts suit the links.
         round_trip: Round-trip time to another group.
         loss: Share of packets that are lost. For example, 0.001 means 0.1 %.
         sync_every: Number of inner steps between two launches of the same fragment.
@@ -165,7 +165,7 @@ def plan(
 def _numbers(
     methods: Mapping[str, Method], streaming: Streaming, link: Link, steps: int
 ) -> Numbers:
-    """Returns the numbers of a plan by their JSON names."""
+    """Returns a plan's numbers, keyed by their JSON names."""
     model = streaming.model
     groups = streaming.groups
     compressions = {}
@@ -193,7 +193,7 @@ def _numbers(
 
 
 def _draw_methods(path: str, methods: Mapping[str, Method], numbers: Numbers) -> None:
-    """Plots the utilisation of all methods over the bandwidth and marks the link."""
+    """Plots the utilisation of all methods against the bandwidth and marks the link."""
     link = numbers["link"]
     bandwidths = [link.gbit_s]
     for prediction in numbers["methods"].values():
@@ -216,7 +216,7 @@ def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> floa
 
 
 def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
-    """Reads the rates of all links in Gbit/s, by name."""
+    """Reads the rates of all links in Gbit/s, keyed by name."""
     if path is None:
         return {}
     if bandwidth is not None:
@@ -285,7 +285,7 @@ def _module(make: MakeModel) -> nn.Module:
 
     def configured() -> nn.Module:
         module = make()
-        # A LightningModule may make its layers in this hook.
+        # A LightningModule may create its layers in this hook.
         getattr(module, "configure_model", lambda: None)()
         return module
 
@@ -351,7 +351,7 @@ def _ways(
 
 
 def _settings(method: Streaming) -> Numbers:
-    """Returns the settings of a method by their JSON names, with numbers instead of ``auto``."""
+    """Returns a method's settings, keyed by JSON name, with numbers instead of ``auto``."""
     names = ("sync_every", "overlap_steps", "fragments", "compression")
     settings = method.settings
     numbers = settings.chosen_for(method.groups.groups).numbers
@@ -372,11 +372,11 @@ NAMES: Mapping[str, str] = {
     "streaming_overlap": "... with overlap",
     "streaming_overlap_fp4": "... and FP4",
 }
-"""The names of the methods in the tables."""
+"""The methods' names in the tables."""
 
 
 def _plan_as_text(numbers: Numbers) -> str:
-    """Formats the setup, both tables and the recommendation of a plan."""
+    """Formats a plan's setup, both tables, and the recommendation."""
     settings = numbers["settings"]
     recommended = numbers["recommendation"]
     link = numbers["link"]
@@ -450,7 +450,7 @@ def _memory(memory: Memory) -> str:
 
 
 def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
-    """Formats the load of the hub and settings for which its bandwidth is sufficient."""
+    """Formats the hub's load and settings for which the hub's bandwidth is sufficient."""
     busy = f"{hub.share:.3g} times what it can"
     if hub.share <= 1:
         busy = f"{percent(hub.share)} of what it can"
@@ -498,7 +498,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats the share of each link and the gain over equal shares."""
+    """Formats each link's share and the gain over equal shares."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),
@@ -550,7 +550,7 @@ def _entry(entry: paper.Entry) -> str:
 
 
 Curves = Mapping[str, Callable[[float], float]]
-"""The functions from the bandwidth in Gbit/s to the compute utilisation, by method."""
+"""Functions that map the bandwidth in Gbit/s to the compute utilisation, by method."""
 
 # The label, color and line style of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
@@ -566,7 +566,7 @@ _POINTS_PER_DECADE = 40
 def _draw(
     path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None
 ) -> None:
-    """Draws the panels, each with curves between two powers of ten, and saves the picture."""
+    """Draws panels, each with curves between two powers of ten, and saves the picture."""
     count = (last - first) * _POINTS_PER_DECADE + 1
     points = [10 ** (first + number / _POINTS_PER_DECADE) for number in range(count)]
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def report(run: str, output: str | None = None) -> str:
-    """Create a report of a run with a page (report.html), pictures (.png), and a trace of all ranks
+    """Create a report on a run with a page (report.html), pictures (.png), and a trace of all ranks
     (timeline.json).
 
     Args:
@@ -96,7 +96,7 @@ def _write_pictures(run: Run, folder: Path, progress: Status) -> dict[str, dict[
 
 
 class Causes(NamedTuple):
-    """The seconds that training spent waiting, by cause."""
+    """The number of seconds that training spent waiting, by cause."""
 
     link: float
     groups: float
@@ -124,7 +124,7 @@ class Verdict(NamedTuple):
 
 
 def judge(run: Run) -> Verdict:
-    """Finds the bottleneck of a run and recommends settings if they could help."""
+    """Finds a run's bottleneck and recommends settings if they could help."""
     share = mean(map(utilisation, run.ranks))
     causes = waited_for(run)
     link = measured_link(run)
@@ -147,7 +147,7 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> Causes:
-    """Returns the time that training waited, by cause.
+    """Returns the time that training spent waiting, by cause.
 
     The time until the last group has launched is attributed to the slower groups. The remaining
     time is attributed to the link or to background work.
@@ -197,7 +197,7 @@ def _landings_with_partners(run: Run) -> Iterator[tuple[LandingRecord, list[Land
 def _seconds_in_hops(landing: LandingRecord, partners: Sequence[LandingRecord]) -> float:
     """Returns the seconds that a fragment spent on the link.
 
-    The time of each hop starts when all groups have started that hop.
+    Each hop is timed from the moment at which all groups have started it.
     """
     hops = zip(on_the_link(landing), *map(on_the_link, partners), strict=False)
     return sum(max(0.0, spans[0][1] - max(began for began, _ in spans)) for spans in hops)
@@ -249,7 +249,7 @@ def _with_one_change(settings: Settings) -> list[Settings]:
 
 
 def _settings(run: Run) -> Settings | None:
-    """Returns the settings of a run, with ``exchange="auto"`` if it selects the same exchange."""
+    """Returns a run's settings, with ``exchange="auto"`` if it selects the same exchange."""
     about = run.ranks[0].about
     recorded = about["settings"]
     if recorded["compression"] is None:
@@ -272,7 +272,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     about = run.ranks[0].about
     step_time = max(map(step_seconds, run.ranks))
     groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
-    # At one byte per second, the seconds are bytes.
+    # At one byte per second, seconds and bytes are the same number.
     method = Streaming(model, settings, groups)
     any_link = Link(gbit_s=1.0)
     landings = list(chain.from_iterable(map(landings_in_training, run.ranks)))
@@ -288,7 +288,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 def _limit_as_text(
     run: Run, limit: str, share: float, causes: Causes, link: Link | None
 ) -> list[str]:
-    """Describes the bottleneck of a run and the rate of its link."""
+    """Describes a run's bottleneck and the rate of its link."""
     head = run.heads[0]
     computed = f"Training spent {share:.1%} of the time computing."
     if limit == "alone" and head.about.get("site") is not None:
@@ -310,7 +310,7 @@ def _limit_as_text(
 
 
 def _site_as_text(head: Rank) -> str:
-    """Describes the restarts of a site and the rounds in which each site counted."""
+    """Describes a site's restarts and the rounds in which each site counted."""
     landings = landings_in_training(head)
     rounds = Counter(chain.from_iterable(landing.sites for landing in landings))
     counted = ", ".join(f"{site} in {rounds[site]}" for site in sorted(rounds)) or "none"
@@ -327,7 +327,7 @@ def _site_as_text(head: Rank) -> str:
 
 
 def _losses_as_text(head: Rank) -> str:
-    """Describes the inner steps of a site that were lost, averaged over the fragments."""
+    """Describes a site's lost inner steps, averaged over the fragments."""
     dropped = sum(landing.lost_steps for landing in head.landings)
     trained = len(head.steps) * len(head.fragments)
     if not dropped or not trained:
@@ -368,7 +368,7 @@ def _slow_group_as_text(run: Run, computed: str, waited: str) -> list[str]:
 
 
 def _advice_as_text(advice: Advice | None, link: Link | None) -> str:
-    """Formats the advice or the reason why there is no advice."""
+    """Formats the advice, or the reason why there is none."""
     if link is None:
         return (
             "The speed of the link is unknown, because all messages arrived before a rank started"
@@ -496,7 +496,7 @@ def utilisation(rank: Rank) -> float:
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:
-    """Returns the utilisation of each round at the time of its end, in seconds since ``zero``."""
+    """Returns each round's utilisation at the time when it ended, in seconds since ``zero``."""
     sync_every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
     ends = [rank.steps[0].span[0]]
@@ -512,7 +512,7 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landing: LandingRecord) -> list[Span]:
-    """Returns the spans in which this rank recorded that a fragment was on the link."""
+    """Returns the spans for which this rank recorded that a fragment was on the link."""
     hops = [landing.spans[name] for name in ("transfer", "relay") if name in landing.spans]
     return hops or [landing.spans["flight"]]
 
@@ -533,7 +533,7 @@ def in_background(landing: LandingRecord) -> list[Span]:
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """Returns the total sending rate of a group in Gbit/s, for every quarter of a round."""
+    """Returns a group's total sending rate in Gbit/s for every quarter of a round."""
     landings = [landing for rank in ranks for landing in rank.landings if landing.bytes_sent]
     if not landings:
         return []
@@ -592,7 +592,7 @@ def cosines_of(run: Run) -> dict[int, Curve]:
 
 
 def norms_of(run: Run) -> dict[int | None, Curve]:
-    """Returns the norms of the outer gradients of each group and of the mean (None), by round."""
+    """Returns the norms of each group's outer gradients and of the mean (None), by round."""
     head = run.heads[0]
     landings = landings_in_training(head)
     steps = [float(landing.landed_at) for landing in landings]
@@ -613,7 +613,7 @@ def norms_of(run: Run) -> dict[int | None, Curve]:
 
 
 def averaged(points: list[tuple[float, float]], count: int) -> Curve:
-    """Averages every ``count`` points and puts each mean at the position of the last point.
+    """Averages every ``count`` points and puts each mean at the last point's position.
 
     >>> averaged([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]
@@ -648,7 +648,7 @@ def _axes(figure: "Figure", x: str, y: str, place: int = 111) -> "Axes":
 
 
 def _line(axes: "Axes", points: Curve, **style: StyleValue) -> None:
-    """Draws a curve. If there are many points, neighbouring points are averaged first."""
+    """Draws a curve. If there are many points, neighbouring ones are averaged first."""
     if not points:
         return
     x, y = zip(*averaged(points, -(-len(points) // _POINTS)), strict=True)
@@ -677,7 +677,7 @@ def _smoothed(points: Curve) -> Curve:
 
 
 def draw_losses(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the training losses of each group, and validation losses as dots."""
+    """Draws each group's training losses, and validation losses as dots."""
     axes = _axes(figure, "inner step", "loss")
     for head in run.heads:
         color = color_of(head.group, theme)
@@ -696,7 +696,7 @@ def draw_losses(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the compute utilisation of each group in every round."""
+    """Draws each group's compute utilisation in every round."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for head in run.heads:
         curve = utilisation_over_time(head, run.began)
@@ -707,7 +707,7 @@ def draw_utilisation(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the sending rate of each group and the rate that data-parallel training needs."""
+    """Draws each group's sending rate and the rate that data-parallel training needs."""
     needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     axes = _axes(figure, "seconds since the first inner step", "sent by a group")
     rates = _draw_rates(axes, run, theme)
@@ -715,7 +715,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
         if needed:
             label = f"DDP at this speed: {readable_rate(needed)}"
             axes.axhline(needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
-        # Zero has no logarithm, so the axis ends at a thousandth of the highest rate.
+        # Zero has no logarithm, so the axis starts at about a thousandth of the highest rate.
         axes.set_yscale("log")
         lowest = max(max(rates) / 1000, min(filter(None, rates)))
         axes.set_ylim(lowest / 2, 3 * max([needed, *rates]))
@@ -725,7 +725,7 @@ def draw_bandwidth(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def _draw_rates(axes: "Axes", run: Run, theme: Theme) -> list[float]:
-    """Draws the sending rate of every group over time and returns all rates in Gbit/s."""
+    """Draws every group's sending rate over time and returns all rates in Gbit/s."""
     rates: list[float] = []
     for head in run.heads:
         ranks = [rank for rank in run.ranks if rank.group == head.group]
@@ -763,10 +763,10 @@ class _Bars(NamedTuple):
 
 
 def draw_flights(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the inner steps, waits and flights of every group in the last rounds."""
+    """Draws every group's inner steps, waits and flights in the last rounds."""
     axes = _axes(figure, "seconds since the first inner step", "")
     first, last = _last_rounds(run)
-    # Steps are drawn slightly apart, so that each one can be seen.
+    # Steps are drawn slightly apart so that each one can be seen.
     gap = (last - first) / 1500
     rows = [row for head in run.heads[:_GROUPS] for row in _rows_of(head, theme, gap)]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * len(rows))
@@ -807,7 +807,7 @@ def _last_rounds(run: Run) -> Span:
 
 
 def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_Bars]]]:
-    """Yields a labelled row for a group's inner steps and waits and for each of its fragments."""
+    """Yields labelled rows: one for a group's inner steps and waits, and one per fragment."""
     steps = [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps]
     waits = [landing.spans["wait"] for landing in head.landings]
     yield head.name, [_Bars(steps, theme.quiet, 0.45, 0.8), _Bars(waits, theme.line(1), 1, 0.8)]
@@ -822,7 +822,7 @@ def _rows_of(head: Rank, theme: Theme, gap: float) -> Iterator[tuple[str, list[_
 
 
 def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws how closely the outer gradients of the groups agree in direction and norm."""
+    """Draws how closely the groups' outer gradients agree in direction and norm."""
     cosines = cosines_of(run)
     axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
     if cosines:
@@ -842,7 +842,7 @@ def draw_agreement(run: Run, theme: Theme, figure: "Figure") -> None:
 
 
 def draw_sites(run: Run, theme: Theme, figure: "Figure") -> None:
-    """Draws the rounds in which each site counted and the starts of the recording site."""
+    """Draws the rounds in which each site counted and the recording site's starts."""
     head = run.heads[0]
     sites = sorted({site for landing in head.landings for site in landing.sites})
     axes = _axes(figure, "seconds since the first inner step", "")
@@ -916,7 +916,7 @@ PICTURES: Mapping[str, Picture] = {
         " this site. A site without marks has failed, left, or been late.",
     ),
 }
-"""The pictures by file name."""
+"""The pictures, by file name."""
 
 
 def pictures_of(run: Run) -> list[str]:

@@ -2,9 +2,9 @@
 
 [Note: clocks] Every rank records times on its own clock, and the clocks of hosts differ. However, a
 flight never ends on a rank before all groups that count in it have launched the fragment. Each
-flight therefore gives a lower and an upper bound for the difference between a clock and rank 0's
-clock. If the bounds allow a difference of zero, the clock is not changed. Otherwise, the clock is
-corrected by the mean of the bounds.
+flight therefore gives a lower and an upper bound for the difference between that rank's clock and
+rank 0's clock. If the bounds allow a difference of zero, the clock is not changed. Otherwise, the
+clock is corrected by the mean of the bounds.
 """
 
 import json
@@ -53,7 +53,7 @@ class LandingRecord(NamedTuple):
 
     @staticmethod
     def of(line: Line, ahead: float) -> "LandingRecord":
-        """Reads a line with times from a clock that is ``ahead`` seconds ahead."""
+        """Reads a line whose times come from a clock that is ``ahead`` seconds fast."""
         fields = {name: line[name] for name in LandingRecord._fields if name in line}
         spans = {name: _set_back(span, ahead) for name, span in line["spans"].items()}
         return LandingRecord(**{**fields, "spans": spans})
@@ -76,7 +76,7 @@ class Validation(NamedTuple):
 
 @dataclass
 class Rank:
-    """The record of a rank, with times in seconds since 1970; see [Note: clocks]."""
+    """A rank's record, with times in seconds since 1970; see [Note: clocks]."""
 
     rank: int
     about: Numbers
@@ -98,7 +98,7 @@ class Rank:
         return f"group {self.group}" if site is None else str(site)
 
     def add(self, line: Line, ahead: float) -> None:
-        """Adds a line with times from a clock that is ``ahead`` seconds ahead."""
+        """Adds a line whose times come from a clock that is ``ahead`` seconds fast."""
         kind = line["kind"]
         step = line.get("step", 0)
         if kind == "start":
@@ -169,7 +169,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _parts_of(path: Path) -> list[list[Line]]:
-    """Returns the lines of a record, divided at each start or resume of the run."""
+    """Returns a record's lines, divided at each start or resume of the run."""
     lines: list[Line] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):  # from the last line of a killed process
@@ -179,7 +179,7 @@ def _parts_of(path: Path) -> list[list[Line]]:
 
 
 def _read_rank(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
-    """Reads the record of a rank and corrects its clock at each start of the run."""
+    """Reads a rank's record and corrects its clock at each start of the run."""
     rank = Rank(parts[0][0]["rank"], parts[0][0])
     for number, part in enumerate(parts):
         ahead = 0.0
@@ -228,7 +228,7 @@ def write_timeline(path: str | Path, run: Run) -> None:
 
 
 def merge(folder: str, path: str) -> int:
-    """Writes the timeline of the records in a folder and returns the number of ranks."""
+    """Writes a timeline of the records in a folder and returns the number of ranks."""
     run = read_run(folder)
     write_timeline(path, run)
     return len(run.ranks)
@@ -257,7 +257,7 @@ def _names_of_rows(rank: Rank) -> Iterator[Event]:
 
 
 class _RankTrace:
-    """The trace events of a rank, with times in microseconds since the start of the run."""
+    """A rank's trace events, with times in microseconds since the start of the run."""
 
     def __init__(self, rank: Rank, began: float) -> None:
         self._rank = rank
@@ -319,8 +319,8 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counted: set[str] = set()
     for landing in rank.landings:
         sites_of_fragment[landing.fragment] = set(landing.sites)
-        # A site may miss a round of one fragment by accident; a site in none of the last rounds is
-        # away.
+        # A site may miss a round of one fragment by chance, but a site that is in none of the last
+        # rounds has left.
         present = set().union(*sites_of_fragment.values())
         for site in sorted(present ^ counted):
             change = "counts" if site in present else "no longer counts"

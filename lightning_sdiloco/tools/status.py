@@ -19,7 +19,7 @@ _EVERY = 1.0  # seconds between updates
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run. On a terminal, the table is updated until Ctrl-C is
+    """Show a run's sites and fragments. On a terminal, the table is updated until Ctrl-C is
     pressed.
 
     Args:
@@ -45,7 +45,7 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: Status) -> Group:
-    """Shows the run in two tables, or the missing sites if the run is not founded yet."""
+    """Shows the run in two tables, or the missing sites if the run has not been founded yet."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
         missing = f"{status['missing']} more sites are needed; here: {sites}"

@@ -1,7 +1,7 @@
 """Implements ``sdiloco simulate``, which simulates runs and presents the results.
 
-The runs of a sweep or of a methods file are simulated one after the other. With several seeds, each
-run is compared with the first run. If a link is specified, the duration of each run is predicted.
+The runs of a sweep or a methods file are simulated one after the other. With multiple seeds, each
+run is compared with the first one. If a link is specified, each run's duration is predicted.
 Results are presented as text, JSON and a picture.
 """
 
@@ -74,12 +74,12 @@ def simulate(
     picture: str | None = None,
     json: str | None = None,
 ) -> str:
-    """Simulate several worker groups with a LightningCLI configuration in this process, and predict
-    the time of the run on a link.
+    """Simulate multiple worker groups with a LightningCLI configuration in this process, and
+    predict how long the run would take on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Repeat the option for several files. Later
-            files override earlier files.
+        config: Configuration file of a LightningCLI. Repeat the option for multiple files. Later
+            files override earlier ones.
         set: Additional argument of the LightningCLI, such as trainer.max_steps=100. Repeat the
             option for more arguments.
         cli: Class path of the LightningCLI, if the training script defines one.
@@ -87,13 +87,13 @@ def simulate(
         data: Class path of the data module, if the script passes a data module class to the
             LightningCLI.
         groups: Number of worker groups, with one rank each.
-        sites: Number of sites of a federation, with one rank each, as an alternative to --groups.
+        sites: Number of sites in a federation, with one rank each, as an alternative to --groups.
         sweep: Argument to vary and its values, such as sync_every=10,20. The argument can be groups
-            or any argument of the strategy. Repeat the option to vary more arguments.
+            or any of the strategy's arguments. Repeat the option to vary more arguments.
         methods: YAML file of runs to compare, as an alternative to --sweep. The file maps names to
-            arguments of the strategy.
+            the strategy's arguments.
         seeds: Seeds, such as 0,1,2, for each combination of the sweep or the methods. Every
-            combination is compared with the first combination.
+            combination is compared with the first one.
         bandwidth: Bandwidth between a group and all other groups, or between a site and its hub,
             for predicting times.
         round_trip: Round-trip time to another group.
@@ -103,7 +103,7 @@ def simulate(
         speeds: Relative speed of each group, such as 1,1,0.5, where 1 corresponds to the step time.
         delays: Delay of each site's contributions in seconds, such as 0,0,12. This option requires
             --sites.
-        absence: Time during which a group is absent, in predicted seconds, such as 1:30-90 for
+        absence: Period during which a group is absent, in predicted seconds, such as 1:30-90 for
             group 1. Repeat the option for more absences.
         memory_rate: Memory bandwidth of a device in GB/s. Typical values are 1000 for a GPU and 10
             for a CPU core.
@@ -164,7 +164,7 @@ def _imported(name: str, path: str) -> type:
 def _refuse_without_link(
     round_trip: float, loss: float, step_time: float | None, speeds: str | None, absence: list[str]
 ) -> None:
-    """Refuses options that have no effect without a link."""
+    """Refuses options that would have no effect without a link."""
     options = {
         "--round-trip": round_trip,
         "--loss": loss,
@@ -188,7 +188,7 @@ _METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run to simulate, identified by the varied arguments or by the name of a method."""
+    """A run to simulate, identified by the varied arguments or by a method's name."""
 
     varied: Numbers
     groups: int
@@ -230,7 +230,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
 
 
 def _values_of(sweep: str, name: str, text: str) -> list[object]:
-    """Reads the values of an argument in a sweep."""
+    """Reads an argument's values in a sweep."""
     values = [yaml.safe_load(part) for part in text.split(",") if part]
     if not values:
         raise ValueError(
@@ -308,7 +308,7 @@ def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
 
 
 def _absence(text: str) -> Absence:
-    """Reads an absence from a group and seconds, such as 1:30-90."""
+    """Reads an absence in the form of a group and seconds, such as 1:30-90."""
     group, _, span = text.partition(":")
     start, _, end = span.partition("-")
     first, last, number = (_number(part, "absence", "1:30-90") for part in (start, end, group))
@@ -339,7 +339,7 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Run, places: Places) -> Prediction | None:
-    """Predicts the duration of a run, or returns None if there is no link or nothing was sent."""
+    """Predicts a run's duration, or returns None if there is no link or nothing was sent."""
     step_time = places.step_time or run.step_seconds
     if places.link is None or len(run.groups) < 2 or step_time is None:
         return None
@@ -347,7 +347,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
     speeds = places.speeds or (1.0,) * len(run.groups)
     groups = Groups(step_time, len(run.groups), memory_rate=places.memory_rate)
     method = Streaming(run.model, run.settings, groups)
-    # A launch schedule may decide during the run; all groups launch alike.
+    # A launch schedule may decide during the run, but all groups launch in the same way.
     launches = run.groups[0].launches if run.settings.schedule else None
     idle = [group.idle for group in run.groups]
     times = play(method, places.link, steps, speeds, places.absences, idle, launches=launches)
@@ -363,7 +363,7 @@ def predict(run: Run, places: Places) -> Prediction | None:
 
 
 def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
-    """Predicts the duration of a run with DDP.
+    """Predicts how long a run would take with DDP.
 
     Each step takes as long as in the slowest group, and all groups wait while a group is absent.
     """
@@ -375,7 +375,7 @@ def _ddp_seconds(run: Run, groups: Groups, steps: int, places: Places) -> float:
 
 
 class Outcome(NamedTuple):
-    """A simulated run with its predicted duration if there is a link."""
+    """A simulated run, with its predicted duration if there is a link."""
 
     planned: Planned
     seed: int | None
@@ -436,7 +436,7 @@ def _worker_groups(
 def _simulated(
     configuration: Configuration, planned: Planned, seed: int | None, places: Places, begin: Begin
 ) -> Outcome:
-    """Simulates a run with one seed and predicts its time on the link."""
+    """Simulates a run with one seed and predicts how long it would take on the link."""
     if seed is not None:
         arguments = (*configuration.arguments, f"seed_everything={seed}")
         configuration = replace(configuration, arguments=arguments)
@@ -448,7 +448,7 @@ def _simulated(
 def _federation(
     configuration: Configuration, count: int, places: Places, picture: str | None, json: str | None
 ) -> str:
-    """Simulates the sites of a federation and returns the text to print."""
+    """Simulates a federation's sites and returns the text to print."""
     if places.step_time is None:
         raise ValueError(
             "--sites requires --step-time, because the duration of an inner step determines which"
@@ -468,7 +468,7 @@ def _federation(
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Begin]:
-    """Shows progress bars for runs and inner steps on stderr, so that stdout can be piped."""
+    """Shows progress bars for runs and inner steps on stderr so that stdout can be piped."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -499,7 +499,7 @@ def _write(path: str, numbers: Numbers) -> None:
 
 
 def _as_json(outcome: Outcome) -> Numbers:
-    """Returns the numbers of a run by their names in the JSON file."""
+    """Returns a run's numbers, keyed by their names in the JSON file."""
     planned, seed, run, prediction = outcome
     numbers = {
         "name": planned.varied.get(_METHOD, ""),
@@ -529,7 +529,7 @@ def _as_json(outcome: Outcome) -> Numbers:
 
 
 def _site_as_json(site: Site) -> Numbers:
-    """Returns the numbers of a site by their names in the JSON file."""
+    """Returns a site's numbers, keyed by their names in the JSON file."""
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
@@ -591,7 +591,7 @@ def _prediction_as_text(prediction: Prediction, timeout: timedelta, places: Plac
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    """Formats a federation with a row for each site and the validations of the first site."""
+    """Formats a federation with a row for each site and the first site's validations."""
     sites = run.sites
     columns = {
         "site": range(len(sites)),
@@ -654,7 +654,7 @@ def _prediction_columns(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
-    """Formats the means over several seeds and the differences from the first run."""
+    """Formats the means over multiple seeds and the differences from the first run."""
     losses = []
     sent = []
     seconds = []
@@ -679,7 +679,7 @@ def compared_as_text(rows: Sequence[Sequence[Outcome]], places: Places) -> str:
 
 
 def _difference(row: Sequence[Outcome], first_row: Sequence[Outcome]) -> str:
-    """Formats the difference in loss from the first run in percent, with its interval."""
+    """Formats the difference in loss from the first run as a percentage, with its interval."""
     percents = []
     for outcome, first in zip(row, first_row, strict=True):
         if outcome.loss is not None and first.loss:
@@ -706,7 +706,7 @@ def _by_choices(
 
 
 def _settings(run: Run) -> str:
-    """Describes the model and the settings of a run."""
+    """Describes a run's model and settings."""
     settings = run.settings
     numbers = settings.numbers_and_policies
     mixing = numbers.pop("mixing")
@@ -752,7 +752,7 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
-    """Draws losses over inner steps, and over the predicted time or the bytes of a group."""
+    """Plots losses against inner steps, and against the predicted time or a group's bytes."""
     left, right = figure.subplots(1, 2)
     predictions = [outcome.prediction for outcome in outcomes if outcome.prediction is not None]
     costs, label = _costs_in_bytes(outcomes)
@@ -777,7 +777,7 @@ def draw(outcomes: Sequence[Outcome], figure: "Figure") -> None:
 def _draw_outcome(
     left: "Axes", right: "Axes", outcome: Outcome, spent: list[float], color: str, label: str
 ) -> bool:
-    """Draws losses over inner steps and over costs. Returns whether there were validations."""
+    """Plots losses against inner steps and costs. Returns whether there were validations."""
     steps, losses = _mean_curve(outcome)
     left.plot(steps, losses, color=color, label=label)
     right.plot([spent[math.ceil(step) - 1] for step in steps], losses, color=color)
@@ -811,7 +811,7 @@ def _costs_in_bytes(outcomes: Sequence[Outcome]) -> tuple[list[list[float]], str
 
 
 def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Returns inner steps and the smoothed mean loss of the groups at these steps."""
+    """Returns inner steps and the groups' smoothed mean loss at these steps."""
     batches_of_groups = zip(*(group.losses for group in outcome.run.groups), strict=False)
     curve = list(map(mean, batches_of_groups))
     batches, losses = _smooth(curve)
@@ -819,7 +819,7 @@ def _mean_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
 
 
 def draw_sites(run: FederatedRun, figure: "Figure") -> None:
-    """Plots the loss of every site over inner steps and over virtual time."""
+    """Plots every site's loss against inner steps and against virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):
@@ -833,7 +833,7 @@ def draw_sites(run: FederatedRun, figure: "Figure") -> None:
 
 
 def _finish(figure: "Figure", left: "Axes", right: "Axes", label: str) -> None:
-    """Labels the axes of a picture, shares the loss axis, and adds a legend."""
+    """Labels a picture's axes, shares the loss axis, and adds a legend."""
     left.set_xlabel("inner steps")
     right.set_xlabel(label)
     left.set_ylabel("loss")
@@ -848,7 +848,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Averages over windows of a fiftieth of the run. Each mean is placed at the window's end."""
+    """Averages over windows of a fiftieth of the run and puts each mean at its window's end."""
     width = max(1, len(losses) // 50)
     ends = list(range(width, len(losses) + 1))
     return ends, [sum(losses[end - width : end]) / width for end in ends]

@@ -1,4 +1,4 @@
-"""Runs a LightningCLI configuration as several worker groups, each with a separate Trainer."""
+"""Runs a LightningCLI configuration as multiple worker groups, each with a separate Trainer."""
 
 import inspect
 import logging
@@ -79,7 +79,7 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    # The seconds of an inner step that the group announces; 0: as measured here.
+    # The seconds per inner step that the group announces, or 0 for the time measured here.
     step_time: float = 0.0
     connection: HubConnection | None = None  # only for a site
 
@@ -94,10 +94,10 @@ class SimulatedRank(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces the process handling of DDPStrategy with simulated ranks.
+    """Replaces DDPStrategy's process handling with simulated ranks.
 
-    This class must follow the strategy in the list of base classes. Call `play` before you create
-    the Trainer.
+    This class must come after the strategy in the list of base classes. Call `play` before you
+    create the Trainer.
     """
 
     simulated_rank: SimulatedRank
@@ -110,7 +110,7 @@ class SimulatedProcessesMixin(_Base):
         self.simulated_rank = rank
         federation = self._options.federation
         if federation is not None:
-            # This happens only now, because jsonargparse cannot make a subclass of a dataclass.
+            # This happens only now, because jsonargparse cannot create a subclass of a dataclass.
             simulated = SimulatedFederation(**vars(federation), connection=rank.connection)
             self._options = replace(self._options, federation=simulated)
 
@@ -139,10 +139,10 @@ class SimulatedProcessesMixin(_Base):
         world = self.simulated_rank.topology.world
         assert module is not None
 
-        # This is a function, which copying the module does not copy, because it refers to the
-        # strategy.
+        # This is a function because it refers to the strategy, and copying the module does not copy
+        # functions.
         def gather(state: Tensor, group: Forwarded = None) -> list[Tensor]:
-            # They are gathered as objects, because the shapes may differ.
+            # The states are gathered as objects, because their shapes may differ.
             return [state] if in_batch(module) else list(world.all_gather_object(state))
 
         for metric in (part for part in module.modules() if isinstance(part, Metric)):
@@ -207,11 +207,11 @@ else:
     _Callback = object
 
 LAST = 10
-"""The number of final batches over which losses are averaged and the outer model is evaluated."""
+"""The number of final batches for averaging losses and evaluating the outer model."""
 
 
 class Validation(NamedTuple):
-    """The metrics of a validation and the inner step after which the validation took place."""
+    """A validation's metrics and the inner step after which it took place."""
 
     step: int
     metrics: dict[str, float]
@@ -223,7 +223,7 @@ class Validation(NamedTuple):
 
 @dataclass
 class Group:
-    """The history of a worker group."""
+    """A worker group's history."""
 
     losses: list[float] = field(default_factory=list)
     outer_loss: float | None = None
@@ -245,7 +245,7 @@ class Group:
 
 
 class RecorderMixin(_Callback):
-    """Records the history of a simulated group and calls ``stepped`` after every inner step."""
+    """Records a simulated group's history and calls ``stepped`` after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
         self._rank = rank
@@ -255,7 +255,7 @@ class RecorderMixin(_Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the speed of the group on the real machines."""
+        """Sets the group's speed on the real machines."""
         if self._rank.step_time:
             trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
@@ -263,7 +263,7 @@ class RecorderMixin(_Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Announces a new inner step before the first batch of the step."""
+        """Announces a new inner step before the step's first batch."""
         if self._begun <= self.group.inner_steps:
             self._begun = self.group.inner_steps + 1
             self._rank.begins()
@@ -303,7 +303,7 @@ class RecorderMixin(_Callback):
             self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluates the outer model in the module on the last batches of the group."""
+        """Evaluates the outer model in the module on the group's last batches."""
         parameters = inspect.signature(pl_module.training_step).parameters
         can_repeat = pl_module.automatic_optimization and "dataloader_iter" not in parameters
         if can_repeat and self._batches:
@@ -318,7 +318,7 @@ class RecorderMixin(_Callback):
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """Puts a module into evaluation mode without logging in a ``with`` block.
+    """Puts a module into evaluation mode and turns off its logging inside a ``with`` block.
 
     The random state and the mode of every submodule are restored afterwards.
     """
@@ -357,7 +357,7 @@ class SimulatedClasses(NamedTuple):
 
 @cache
 def simulated_classes(distribution: str) -> SimulatedClasses:
-    """Creates the classes of a simulated worker group for a distribution of Lightning."""
+    """Creates a simulated worker group's classes for a distribution of Lightning."""
     ours, trainer, fabric = _OURS[distribution]
     strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
     host = import_module(f"{trainer}.strategies").DDPStrategy
@@ -373,7 +373,7 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration files of a training run and the classes that its script would pass."""
+    """A training run's configuration files and the classes that its script would pass."""
 
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -483,7 +483,7 @@ def _is_bar(callback: object) -> bool:
 
 
 def _arguments_of(trainer: Trainer, choices: Mapping[str, object], rank: SimulatedRank) -> Numbers:
-    """Returns the arguments of the simulated strategy from the files and the choices."""
+    """Returns the simulated strategy's arguments from the files and the choices."""
     arguments = {**_configured_arguments(trainer), **choices}
     for name in ("sync_every", "overlap_steps", "fragments", "compression"):
         if arguments.get(name) == "auto":
@@ -573,7 +573,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a run with its groups and the outer model that they share."""
+    """A run's outcome, with its groups and the outer model that they share."""
 
     groups: list[Group]
     validations: list[Validation]
@@ -610,7 +610,7 @@ def run(
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
-    """Runs a configuration as several worker groups of one rank each, in alternating threads."""
+    """Runs a configuration as multiple worker groups of one rank each, in alternating threads."""
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     lives = []
     for group, topology in enumerate(simulated_topologies(groups, turns.until)):
@@ -637,7 +637,7 @@ def check(
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # Objects given by class paths have not been made yet, and "auto" settings are chosen in the
+    # Objects given by class paths have not been created yet, and "auto" settings are chosen in the
     # run.
     plain_arguments: Numbers = {}
     for name, argument in arguments.items():
@@ -655,7 +655,7 @@ def live(
 ) -> tuple[Group, Run | None]:
     """Runs one group to completion in its thread.
 
-    Only the first group returns results that all groups share.
+    Only the first group returns the results that all groups share.
     """
     recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder).trainer

@@ -1,4 +1,4 @@
-"""Simulates the sites of a federation in virtual time with the real engine, hub and Trainer."""
+"""Simulates a federation's sites in virtual time with the real engine, hub and Trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Site:
-    """The history of a site with its rounds and, for rounds that counted, its weights."""
+    """A site's history, with its rounds and, for rounds that counted, its weights."""
 
     group: Group
     times: list[float]
@@ -86,7 +86,7 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
-    """The outcome of a federation with its sites, the run of the first site, and the records."""
+    """A federation's outcome, with its sites, the first site's run, and the records."""
 
     sites: Sequence[Site]
     first: Run
@@ -101,7 +101,7 @@ def play_sites(
     choices: Mapping[str, object],
     stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
-    """Runs a configuration as the sites of a federation, in alternating threads."""
+    """Runs a configuration as a federation's sites, in alternating threads."""
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
@@ -129,7 +129,7 @@ def _terms_of(hub: InProcessHub) -> str:
 
 
 class _Incarnation:
-    """The thread of a site, with its clock and its connection to the hub in memory."""
+    """A site's thread, with its clock and its connection to the hub in memory."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class _Incarnation:
         return [round or 0 for round in self._connection.records.applied]
 
     def course(self, group: Group, records: Sequence[Record]) -> Site:
-        """Creates the history of the site from the records in the ledger."""
+        """Creates the site's history from the records in the ledger."""
         applied = self._applied()
         missed = 0
         weights: dict[int, list[int]] = {}

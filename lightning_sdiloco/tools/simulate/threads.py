@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[State, int]
-"""The random state and the rank of a thread, which are stored once per process."""
+"""A thread's random state and rank. A process stores only one of each."""
 
 
 def _restore(state: _State) -> None:
@@ -74,7 +74,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Gives the turn to other threads until a condition is true."""
+        """Passes the turn to other threads until a condition is true."""
         self._go_on()
         if ready():
             return
@@ -112,7 +112,7 @@ class Turns(Generic[Result]):
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can continue. Fails if all threads are waiting."""
+        """Passes the turn to the next thread that can continue. Fails if all threads wait."""
         waiting = {number: ready for number, ready in enumerate(self._waits) if ready is not None}
         order = sorted(waiting, key=lambda number: (number <= seat, number))
         chosen = next((number for number in order if waiting[number]()), None)
@@ -142,7 +142,7 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
-    """Creates the topologies of worker groups of one rank each, in alternating threads."""
+    """Creates the topologies of worker groups with one rank each, in alternating threads."""
     meetings: dict[int, _Meeting] = defaultdict(_Meeting)
     # The number of messages that each group has posted on each exchange, by engine.
     controls, progresses, payloads, second_hops = (
@@ -215,7 +215,7 @@ class SimulatedWorld(Communicator):
 
 
 class TurnTakingExchange(Exchange[tuple[int, object]]):
-    """An exchange in which each group gives the turn to other groups until all have posted."""
+    """An exchange in which each group passes the turn to other groups until all have posted."""
 
     bytes_sent: int
     bytes_received: int
