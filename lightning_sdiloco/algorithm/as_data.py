@@ -1,4 +1,4 @@
-"""The conversion of settings to plain data for checkpoints, and the format of older checkpoints.
+"""The conversion of settings to plain data for checkpoints, with support for older formats.
 
 Numbers, strings and None are stored unchanged. The elements of lists and maps are converted in the
 same way. A policy or compression is stored as ``{"kind": name, "fields": {...}}``. Fields that have

@@ -55,7 +55,7 @@ OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 little gain beyond 5."""
 
 SPARSE = 1 / 16
-"""The largest share of values that a sparse compression sends per launch."""
+"""The largest share of values per launch at which a compression counts as sparse."""
 
 SPARSE_GAINS = (1.0, 3.2)
 """The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, measured with
@@ -89,7 +89,7 @@ def overlap_in_round(sync_every: int) -> int:
 def round_lengths(
     steps: float, short_round: int = 10, overlap_steps: int | None = None, least: int = 1
 ) -> list[int]:
-    """Returns suitable values of ``sync_every`` for a fit of this length, starting with the best.
+    """Returns suitable values of ``sync_every`` for a fit of this length, best value first.
 
     Which of these values hide the exchange depends on the link. The best value gives 350 rounds,
     provided that a flight takes at most a quarter of a round. Each value gives at least ten rounds,
@@ -102,7 +102,7 @@ def round_lengths(
         short_round: The minimum number of inner steps in a round, if the fit is long enough.
         overlap_steps: The number of inner steps from launch to landing. If None, this number is
             derived from the round length.
-        least: A lower bound for the results.
+        least: A lower bound on the results.
 
     Examples:
         >>> round_lengths(1786), round_lengths(7146), round_lengths(14_000), round_lengths(math.inf)
@@ -654,7 +654,7 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The largest momentum of the built-in Nesterov SGD in dense rounds, or None if
+        """The maximum momentum of the built-in Nesterov SGD in dense rounds, or None if
         unlimited.
         """
         if self.dense_beginning is None or self.outer.make is not None:
@@ -827,7 +827,7 @@ class Settings:
 
     @property
     def weighing_text(self) -> str:
-        """The weighing as text that does not change when a field with a default is added."""
+        """The weighing, as text that does not change when a field with a default is added."""
         return as_text(as_data(self.weighing))
 
     def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
@@ -986,10 +986,10 @@ def _require(
     Args:
         settings: The object that has the setting.
         name: The name of the setting.
-        holds: True if the setting follows the rule.
+        holds: True if the setting satisfies the rule.
         rule: The rule, in words.
         advice: The end of the message.
-        kind: The required type. Both int and float allow any number.
+        kind: The required type. With ``int`` or ``float``, any number has the right type.
     """
     if holds:
         return

@@ -2,10 +2,10 @@
 the matrix's mean outer gradient equal.
 
 The direction is a stateless map that is applied to each matrix before the elementwise outer
-optimizer. Groups agree only if the result is bit-identical everywhere. However, an ordinary matrix
-product differs between processors, thread counts and accelerators. Therefore, all products are
-exact: float64 represents every sum exactly, in any order, if the factors are multiples of 2^-24
-whose rows and columns have norms of at most a few units.
+optimizer. Groups agree only if the result is bit-identical everywhere. However, the result of an
+ordinary matrix product differs between processors, thread counts and accelerators. Therefore, all
+products are exact: float64 represents every sum exactly, in any order, if the factors are multiples
+of 2^-24 whose rows and columns have norms of at most a few units.
 """
 
 from collections import defaultdict
@@ -63,8 +63,8 @@ def equalised(matrices: Tensor) -> Tensor:
     is almost zero, such as the directions of dead units and unseen tokens, remain almost zero; see
     `SMALLEST_SHARE`. A matrix that is zero or not finite is returned unchanged.
 
-    The result is bit-identical on every device and with any number of threads. It also does not
-    depend on whether matrices are passed separately or together.
+    The result is bit-identical on every device and with any number of threads. Passing matrices
+    separately or together does not change the result.
 
     Args:
         matrices: Matrices of shape ``(..., rows, columns)``, with any floating-point dtype.
@@ -90,7 +90,7 @@ def equalised(matrices: Tensor) -> Tensor:
 
 
 def _polar_factor(matrices: Tensor) -> Tensor:
-    """Returns matrices with singular values of 1. Overwrites the input."""
+    """Returns matrices whose singular values have been replaced by 1. Overwrites the input."""
     # Division by a power of two is exact. Without it, values far from 1 would overflow.
     factor = matrices.div_(_power_of_two(matrices))
     _rounded(factor.div_(_inner(factor, factor).sqrt()))

@@ -173,8 +173,8 @@ class Past(NamedTuple):
 
 
 class TooLong(NamedTuple):
-    """The reason for leaving out an outer gradient, with the factor (``times``) by which it exceeds
-    its usual length or the lengths of the other outer gradients.
+    """The reason for leaving out an outer gradient, with the factor (``times``) by which the outer
+    gradient exceeds its usual length or the lengths of the other outer gradients.
     """
 
     times: float
@@ -510,8 +510,8 @@ class Direction(NamedTuple):
 
     @property
     def is_against(self) -> bool:
-        """True if the outer gradient points against outer gradients that agree with each other; see
-        [Note: directions].
+        """True if the other outer gradients agree with each other and this outer gradient points
+        against them; see [Note: directions].
         """
         return self.cosine < -_OPPOSED and self.among_others > _OPPOSED
 

@@ -197,7 +197,7 @@ def _are_patterns(patterns: object) -> bool:
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model in order, based on parameter names.
 
-    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. A
+    A stack is a module with numbered children, such as ``nn.ModuleList`` or ``nn.Sequential``. A
     stack is used if at least two of its children are alike and together contain at least half of
     its parameters. The blocks are the similar children of the outermost stacks that are used. A
     child that contains only vectors, such as a normalisation between two linear layers, belongs to
@@ -297,7 +297,7 @@ def _by_blocks(
 
 
 def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
-    """Assigns each tensor, in order of decreasing size, to the smallest fragment so far."""
+    """Assigns each tensor, in order of decreasing size, to the fragment that is smallest so far."""
     members: list[list[int]] = [[] for _ in range(min(count, len(parameters)))]
     sizes = [0] * len(members)
     for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].nbytes, i)):
@@ -353,8 +353,8 @@ class _Claim(NamedTuple):
 
 
 def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) -> None:
-    """Records that a pattern matches a parameter under a name. Refuses a second pattern for the
-    same parameter.
+    """Records that a pattern matches a parameter under one of its names. Refuses a second pattern
+    for the same parameter.
     """
     first = claims.setdefault(parameter, claim)
     if first != claim:

@@ -58,7 +58,9 @@ class AllReduce:
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
-        """Returns how many of a shard's ``numel`` values every other group sends to a group."""
+        """Returns how many of a shard's ``numel`` values a group receives from every other
+        group.
+        """
         return numel
 
     def encode(
@@ -327,7 +329,7 @@ class TwoShot:
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
-        """Returns the exchange for links that were measured in Gbit/s. Links that are at most a
+        """Returns the exchange for measured link bandwidths in Gbit/s. Links that are at most a
         tenth slower than the fastest link are treated as equal.
         """
         fastest = max(links)

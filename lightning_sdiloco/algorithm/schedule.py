@@ -16,13 +16,13 @@ ScheduleState = Mapping[str, Any]
 class DenseBeginning:
     """Short rounds at the beginning of a run, in which groups exchange more often.
 
-    A dense beginning replaces an initial phase of gradient averaging. From the first inner step,
-    all data is sent in the background. In dense rounds, the built-in Nesterov SGD uses less
+    A dense beginning replaces an initial phase of gradient averaging. Starting with the first inner
+    step, all data is sent in the background. In dense rounds, the built-in Nesterov SGD uses less
     momentum, as short rounds require. An ``lr_schedule`` counts all dense rounds as the first
     round.
 
     Args:
-        rounds: The number of dense rounds of every fragment, at least 1.
+        rounds: The number of dense rounds for every fragment, at least 1.
         sync_every: The number of inner steps between two launches of the same fragment in dense
             rounds, at most half of the run's ``sync_every``.
         overlap_steps: The number of inner steps from launch to landing in dense rounds, less than
@@ -178,7 +178,7 @@ class Schedule:
         return self.overlap_steps
 
     def overlap_of_round(self, round: int) -> int:
-        """Returns the length of a flight in inner steps for a round, counted from 1."""
+        """Returns the length, in inner steps, of the flights in a round, counted from 1."""
         if self.is_dense_round(round):
             return self._dense_overlap
         return self.overlap_steps
@@ -575,6 +575,6 @@ class Timetable:
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def note(self, landing: Heard) -> None:
-        """Records a landing. Its ``launched_at`` counts all inner steps of the run."""
+        """Records a landing, whose ``launched_at`` counts all inner steps of the run."""
         launched_at = self.counted_in_rounds(landing.launched_at)
         self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -96,8 +96,8 @@ class Control(NamedTuple):
         """Merges the control vectors of a group's ranks so that the same decisions apply to all
         shards of a fragment.
 
-        A buffer has changed in a group if it has changed on any rank. The first rank sends it. A
-        group has trained if all of its ranks have trained.
+        A buffer has changed in a group if it has changed on any rank. The first rank sends the
+        buffer. A group has trained if all of its ranks have trained.
         """
         weight = 0
         if all(rank.weight for rank in ranks):
@@ -140,7 +140,7 @@ def plain(controls: Sequence[Control]) -> Count:
 
 
 def by_training(weights: Mapping[int, int]) -> dict[int, float]:
-    """Returns the factors of groups, given the number of inner steps that each group trained."""
+    """Returns the factors for groups, given the number of inner steps that each group trained."""
     total = sum(weights.values())
     # In this order, whole numbers are divided, so the result is exactly 1 if the weights are equal.
     return {group: len(weights) * weight / total for group, weight in weights.items()}
@@ -207,7 +207,7 @@ class Weighing(ABC):
         if a run restarts.
 
         Args:
-            states: The states of the fragments that contained the parameters.
+            states: The states of the fragments that previously contained the parameters.
             groups: The number of worker groups, which is unchanged.
         """
         return self.start(groups)

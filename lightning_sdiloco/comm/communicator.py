@@ -145,8 +145,8 @@ class Communicator:
             tensor.copy_(staged)
 
     def channel(self, engine: int) -> "Communicator":
-        """Returns a communicator among the same ranks. On gloo, it is reserved for one engine. On
-        other backends, engines share it.
+        """Returns a communicator among the same ranks. On gloo, the communicator is reserved for
+        one engine. On other backends, engines share the communicator.
         """
         if self.process_group is not None and self.is_on_host and self.size > 1:
             return MessageCommunicator(self.process_group, engine)

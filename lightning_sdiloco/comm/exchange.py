@@ -1,5 +1,5 @@
-"""Exchanges of messages between worker groups. Each group sends one message to every other group
-and receives one message from each of them.
+"""Exchanges of messages between worker groups. Each group sends one message to, and receives one
+message from, every other group.
 """
 
 import math

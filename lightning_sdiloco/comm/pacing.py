@@ -45,18 +45,18 @@ the link's queue."""
 _QUEUE_S = 0.015
 _QUEUE_SHARE = 0.03
 _LOST_SHARE = 0.005
-"""The limits for queueing time (in seconds and as a share of the transfer) and for packet loss. A
+"""The limits on queueing time (in seconds and as a share of the transfer) and on packet loss. A
 rate that exceeds one of these limits is too high."""
 
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""The relative increase of a rate before its first reduction, the increase after a reduction
+"""The relative increase in a rate before its first reduction, the increase after a reduction
 (doubled each time), and the maximum increase."""
 
 _MOST = 1.25
 _LEAST = 1.05
-"""The upper bound of the rate as a multiple of the delivered rate, and the lower bound as a
+"""The upper bound on the rate as a multiple of the delivered rate, and the lower bound as a
 multiple of the sent rate."""
 
 _REMEMBERED = 8

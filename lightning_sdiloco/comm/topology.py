@@ -61,7 +61,7 @@ class GroupLayout:
 
     @property
     def group_size(self) -> int:
-        """The number of ranks in a group (G), which equals the number of shards of a fragment."""
+        """The number of ranks in a group (G), which equals the number of shards per fragment."""
         return self.world_size // self.worker_groups
 
     def group_of(self, rank: int) -> int:
@@ -149,7 +149,7 @@ class SharedGloo:
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
         """Creates a process group. All ranks of the world must call this method at the same time,
-        as for ``dist.new_group``.
+        as with ``dist.new_group``.
         """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
@@ -196,7 +196,7 @@ class Topology:
         world: All ranks.
         peers: The ranks that exchange the same shard, one in each group.
         in_group: The ranks of this group.
-        in_site: The ranks of this group. In a federation, they are connected over gloo.
+        in_site: The ranks of this group. In a federation, these ranks are connected over gloo.
         stages: One communicator among the ranks of this group for each stage of a flight.
         control: The exchange of control vectors between groups.
         progress: The exchange of progress reports between groups.

@@ -230,8 +230,8 @@ class _Microscaling(Leveled):
     """Small floating-point codes with a power of two for each block, as in the OCP Microscaling
     formats.
 
-    Products with a power of two are exact. Powers are stored as E8M0, which is the exponent of a
-    float32 with a bias of 127.
+    Products with a power of two are exact. Powers are stored as E8M0, which is a float32 exponent
+    with a bias of 127.
     """
 
     scale: ClassVar[torch.dtype] = torch.uint8
@@ -415,15 +415,15 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Converts rows of bytes, which contain codes, to rows of float32 values."""
+    """Converts rows of bytes that contain codes to rows of float32 values."""
     words = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
     return words.view(torch.float32).view(len(codes), -1)
 
 
 @cache
 def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns a table of the values that every possible byte encodes, because look-ups are faster
-    than arithmetic.
+    """Returns a table of the values encoded by each possible byte. Look-ups are faster than
+    arithmetic.
     """
     bits = len(levels).bit_length() - 1
     byte = torch.arange(256, device=device)[:, None] >> torch.arange(0, 8, bits, device=device)

@@ -1,4 +1,5 @@
-"""Sparse compressions, which send a few encoded values. All other values are decoded as zero.
+"""Sparse compressions, which send only a few values, in encoded form. All other values are decoded
+as zero.
 
 `TopK` and `Threshold` send the largest values of each block and their positions. `RandomK` and
 `RandomBlock` send random values. All groups pick the same random values, so no positions are sent.
@@ -39,9 +40,9 @@ class TopK(Compression):
     """Sends the largest ``share`` of every block of 4096 values, with 12 bits per position. Another
     compression encodes the values.
 
-    From each block, an even number of values or the whole block is sent. A payload starts with the
-    positions, in ascending order within a block, with two positions packed into three bytes. The
-    encoded values follow in the same order.
+    For each block, either an even number of values or the whole block is sent. A payload starts
+    with the positions, in ascending order within a block, with two positions packed into three
+    bytes. The encoded values follow in the same order.
 
     Args:
         share: The share of values to send, above 0 and at most 1.
@@ -392,7 +393,7 @@ def _packed_bytes(count: int) -> int:
 
 
 def _packed(positions: Tensor) -> Tensor:
-    """Packs positions within blocks, two positions into three bytes."""
+    """Packs positions within blocks, storing two positions in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
     triples = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1)
