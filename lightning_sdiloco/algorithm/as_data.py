@@ -1,8 +1,9 @@
-"""Settings as data that checkpoints store, including the format of older checkpoints.
+"""The conversion of settings to plain data for checkpoints, with support for older formats.
 
-Numbers, strings and None are stored unchanged. Lists and maps contain data. A policy or a
-compression is stored as ``{"kind": name, "fields": {...}}`` without the fields that have their
-default values. Therefore, a checkpoint remains valid after a field with a default is added.
+Numbers, strings and None are stored unchanged. The elements of lists and maps are converted in the
+same way. A policy or compression is stored as ``{"kind": name, "fields": {...}}``. Fields that have
+their default values are omitted, so a checkpoint remains valid when a field with a default is added
+later.
 """
 
 import ast
@@ -17,18 +18,18 @@ Data = Any
 """A setting in a form that JSON can represent."""
 
 Fields = dict[str, Data]
-"""The arguments of a class, by name. The class checks their types."""
+"""The arguments of a class, keyed by name. The class checks their types."""
 
 
 class SavedObject(TypedDict):
-    """A policy or a compression, in the form stored in a checkpoint."""
+    """A policy or compression in the form that a checkpoint stores."""
 
     kind: str
     fields: Fields
 
 
 def as_data(value: object) -> Data:
-    """Returns a setting as data that JSON can represent.
+    """Converts a setting to data that JSON can represent.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.schedule import Selective
@@ -55,7 +56,8 @@ def as_data(value: object) -> Data:
 
 
 def describes(data: object, value: object) -> bool:
-    """Returns whether data describes a setting. Missing fields have their default values.
+    """Returns whether data describes a setting. Missing fields are assumed to have their default
+    values.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.schedule import Selective
@@ -96,7 +98,7 @@ def as_text(data: object) -> str:
 
 
 def read_text(text: str) -> Data:
-    """Parses the ``repr`` of a setting, which older checkpoints contain, into data.
+    """Parses the ``repr`` of a setting, as stored in older checkpoints, into data.
 
     Examples:
         >>> read_text("Selective(threshold=0.3, most=4)")
@@ -134,7 +136,7 @@ def _has_fields(value: object) -> bool:
 
 
 def _fields_of(value: object) -> Iterator[tuple[str, object, object]]:
-    """Yields the name, value and default of each field that is part of the ``repr``."""
+    """Yields the name, value and default of each field that appears in the ``repr``."""
     if not is_dataclass(value):
         for name, part in vars(value).items():
             yield name, part, MISSING

@@ -1,4 +1,4 @@
-"""The settings that strategies and the engine share, and their validation.
+"""The settings shared by strategies and the engine, and their validation.
 
 ``outer_lr``, ``outer_momentum`` and ``mixing`` can be ``"auto"``; see `recommended`.
 """
@@ -36,7 +36,7 @@ UNTRAINED_KINDS = ("mean", "first", "own")
 
 AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
 """An example for messages. With 1e-3, torch's default rate for SGD, the outer step would hardly
-train anything."""
+change the parameters."""
 
 AUTO: Literal["auto"] = "auto"
 """Marks a setting that is chosen here or by the planner."""
@@ -55,7 +55,7 @@ OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 little gain beyond 5."""
 
 SPARSE = 1 / 16
-"""The largest share of values that a sparse compression sends per launch."""
+"""The largest share of values per launch at which a compression counts as sparse."""
 
 SPARSE_GAINS = (1.0, 3.2)
 """The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, measured with
@@ -67,7 +67,7 @@ smaller rate in SparseLoCo's code to twice the larger rate."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
-    """Returns the number of inner steps of a flight. Short rounds reduce the default.
+    """Returns the number of inner steps that a flight takes. Short rounds reduce the default.
 
     Examples:
         >>> overlap_for(100, None), overlap_for(4, None), overlap_for(1, None), overlap_for(4, 2)
@@ -82,26 +82,27 @@ def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
 
 
 def overlap_in_round(sync_every: int) -> int:
-    """Returns the number of inner steps of a flight if the strategy chooses the round length."""
+    """Returns the length of a flight in inner steps if the strategy chooses the round length."""
     return min(DEFAULT_OVERLAP_STEPS, sync_every // 4)
 
 
 def round_lengths(
     steps: float, short_round: int = 10, overlap_steps: int | None = None, least: int = 1
 ) -> list[int]:
-    """Returns suitable values of ``sync_every`` for a fit of this length, starting with the best.
+    """Returns suitable values of ``sync_every`` for a fit of this length, best value first.
 
     Which of these values hide the exchange depends on the link. The best value gives 350 rounds,
-    provided that a flight takes at most a quarter of a round. There are at least ten rounds, unless
-    a flight would take more than half of a round. The number of groups does not matter, because
-    more groups take fewer steps at equal tokens. See docs/choosing.md for measurements.
+    provided that a flight takes at most a quarter of a round. Each value gives at least ten rounds,
+    unless a flight would then take more than half of a round. The number of groups does not matter,
+    because with more groups, each group takes fewer steps for the same number of tokens. See
+    docs/choosing.md for measurements.
 
     Args:
-        steps: The inner steps of the fit; infinite if unknown.
-        short_round: The minimum number of inner steps of a round if the fit is long enough.
-        overlap_steps: The number of inner steps from launch to landing. If None, it is derived from
-            the length of a round.
-        least: A lower bound for the results.
+        steps: The number of inner steps in the fit, or infinity if unknown.
+        short_round: The minimum number of inner steps in a round, if the fit is long enough.
+        overlap_steps: The number of inner steps from launch to landing. If None, this number is
+            derived from the round length.
+        least: A lower bound on the results.
 
     Examples:
         >>> round_lengths(1786), round_lengths(7146), round_lengths(14_000), round_lengths(math.inf)
@@ -142,19 +143,20 @@ def recommended(
     """Returns suitable values for a compression and a direction; see docs/choosing.md.
 
     The same values suit any number of groups. With two, four and eight groups, no other value that
-    we tried was clearly better. A momentum of 0.9 overshoots if there are too few rounds to average
-    this out, or if a round has so few inner steps that all movement of a group is progress. `least`
-    is the smaller of the number of rounds and the number of inner steps in a round.
+    we tried was clearly better. A momentum of 0.9 overshoots if there are too few rounds for the
+    overshoot to average out, or if a round has so few inner steps that all of a group's movement is
+    progress. `least` is the smaller of the number of rounds and the number of inner steps in a
+    round.
 
     With a sparse compression, each group sends only a few values, and error feedback keeps the
     remaining values. The error feedback already acts as momentum, so the outer momentum is 0. The
-    mean divides the value of a single sender by the number of all groups, so progress that the
+    mean divides a value from a single sender by the total number of groups, so progress that the
     groups have in common arrives in small parts, one from each group. A mean over the senders does
-    not divide this value by the number of groups and therefore needs a smaller rate. The rate is
-    taken from the code of SparseLoCo (arXiv 2508.15706), which uses this mean.
+    not divide such a value by the number of groups, so it needs a smaller rate. The rate is taken
+    from SparseLoCo's code (arXiv 2508.15706), which uses this mean.
 
-    With equal singular values, the norm is smaller than the norm of the outer gradient, and a large
-    rate does not overshoot in any direction.
+    Making the singular values equal reduces the norm of the outer gradient, so a large rate does
+    not overshoot in any direction.
 
     Examples:
         >>> recommended()
@@ -173,7 +175,8 @@ def recommended(
 
 
 def momentum_for(least: float) -> float:
-    """Returns the largest outer momentum for this number of rounds, or of inner steps in a round.
+    """Returns the largest suitable outer momentum, given the number of rounds or of inner steps per
+    round.
 
     Examples:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
@@ -189,8 +192,8 @@ def dense_for(
 ) -> DenseBeginning | None:
     """Returns a suitable dense beginning with rounds of ``sync_every`` inner steps, or None.
 
-    A dense beginning takes a fifth of the inner steps if there are eight or more groups. Fewer
-    groups do not benefit from a dense beginning. See docs/choosing.md.
+    With eight or more groups, a dense beginning takes a fifth of the inner steps. Fewer groups do
+    not benefit from a dense beginning. See docs/choosing.md.
 
     Examples:
         >>> dense_for(8, 4000, Settings()), dense_for(64, 4000, Settings(), 8).rounds
@@ -224,11 +227,11 @@ _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
-# The values of settings that an older checkpoint lacks, except for None.
+# The values assumed for settings that older checkpoints lack, other than None.
 _FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
 
-# Settings of development versions. They do not affect resuming, because engine state that was saved
-# during a warm-up is refused.
+# Settings that only development versions had. They do not affect resuming, because engine state
+# that was saved during a warm-up is refused.
 _REMOVED = frozenset({"warmup_steps"})
 
 # The settings of the built-in Nesterov SGD, which the user's own optimizer replaces.
@@ -280,12 +283,13 @@ class OuterOptimizer:
         lr_schedule: A callable that creates a torch scheduler from the optimizer. The scheduler
             counts the rounds (outer steps) of each fragment. None keeps the rate constant.
         clip_norm: The norm to which longer outer gradients are scaled down. None disables clipping.
-        outlier_guard: A group is left out of the mean if its outer gradient is more than this many
-            times as long as usual. The usual length is derived from the group's previous norms and
-            from the norms of the other groups. ``"auto"`` means 5. None disables the guard.
+        outlier_guard: The factor by which a group's outer gradient may exceed its usual length
+            before the group is left out of the mean. The usual length is derived from the group's
+            previous norms and from the norms of the other groups. ``"auto"`` means 5. None disables
+            the guard.
         offload: True keeps outer parameters and outer momentum in page-locked host memory.
             ``"auto"`` means True on CUDA devices.
-        direction: The map that is applied to the mean outer gradient before the optimizer steps.
+        direction: The map that is applied to the mean outer gradient before the optimizer step.
             ``"elementwise"`` leaves it unchanged. ``"equalised"`` replaces the singular values of
             every matrix with their mean; see `equalised`. You can also pass your own `Direction`.
             ``"auto"`` is described in docs/choosing.md.
@@ -389,8 +393,8 @@ class OuterOptimizer:
 
     @property
     def map(self) -> Direction | None:
-        """The map of matrices before the optimizer. None if values are treated separately, or if
-        the direction is still ``"auto"``.
+        """The map that is applied to matrices before the optimizer step. None if values are treated
+        separately, or if the direction is still ``"auto"``.
         """
         return direction_for(self.direction)
 
@@ -404,7 +408,7 @@ class OuterOptimizer:
         return self.outlier_guard
 
     def described(self) -> dict[str, object]:
-        """Returns the choices by setting name. The results of callables are compared later."""
+        """Returns the choices by name. The results of callables are compared later."""
         return {
             "outer_optimizer": _name(self.make),
             "outer_optimizer.lr_schedule": _name(self.lr_schedule),
@@ -420,7 +424,9 @@ OuterOptimizer.__init__ = names_checked(OuterOptimizer.__init__)  # type: ignore
 
 
 def _name(choice: Callable[..., object] | str | None) -> str | None:
-    """Returns a choice, or the name of a callable, because its repr may contain an address."""
+    """Returns a choice. A callable is replaced by its name, because its repr may contain an
+    address.
+    """
     if callable(choice):
         return str(getattr(choice, "__qualname__", type(choice).__name__))
     return choice
@@ -428,9 +434,7 @@ def _name(choice: Callable[..., object] | str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run, described in `StreamingDiLoCo`. Values that are out of range are
-    refused.
-    """
+    """The settings of a run, as described in `StreamingDiLoCo`. Out-of-range values are refused."""
 
     sync_every: int = DEFAULT_SYNC_EVERY
     overlap_steps: int = DEFAULT_OVERLAP_STEPS
@@ -603,7 +607,7 @@ class Settings:
         check_compression(self.compression)
 
     def _value_of(self, name: str) -> object:
-        """Returns the value of a setting of this class or of `OuterOptimizer`."""
+        """Returns the value of a setting, which belongs to this class or to `OuterOptimizer`."""
         if hasattr(self, name):
             return getattr(self, name)
         return getattr(self.outer, name)
@@ -637,7 +641,7 @@ class Settings:
 
     @staticmethod
     def among(arguments: Mapping[str, object]) -> "Settings":
-        """Creates settings from the arguments whose names match."""
+        """Creates settings from the arguments whose names match a setting."""
         names = [field.name for field in fields(Settings)]
         chosen: Fields = {name: arguments[name] for name in names if name in arguments}
         sync_every = chosen.get("sync_every", Settings.sync_every)
@@ -650,7 +654,7 @@ class Settings:
 
     @property
     def dense_momentum(self) -> float | None:
-        """The largest momentum of the built-in Nesterov SGD in dense rounds, or None if
+        """The maximum momentum of the built-in Nesterov SGD in dense rounds, or None if
         unlimited.
         """
         if self.dense_beginning is None or self.outer.make is not None:
@@ -658,12 +662,12 @@ class Settings:
         return momentum_for(self.dense_beginning.sync_every)
 
     def schedule_of(self, fragments: int) -> Schedule:
-        """Returns the schedule for a number of fragments, ignoring any custom schedule."""
+        """Returns the schedule for a given number of fragments, ignoring any custom schedule."""
         return Schedule(self.sync_every, self.overlap_steps, fragments, self.dense_beginning)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values of the outer step and the landing that are already chosen, named as in
+        """The values of the outer step and the landing that have already been chosen, named as in
         `OuterStep`.
         """
         chosen = dict[str, float]()
@@ -761,8 +765,8 @@ class Settings:
         return self.codec.traits.remembers and self.codec.traits.share <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
-        """Returns better values if the chosen values do not suit a sparse compression, or an empty
-        dict.
+        """Returns better values if the chosen values do not suit a sparse compression, and an empty
+        dict otherwise.
         """
         if not self._is_sparse or self.outer.make is not None:
             return {}
@@ -781,10 +785,10 @@ class Settings:
         return SPARSE_GAINS
 
     def saved(self, is_open: Collection[str] = ()) -> dict[str, object]:
-        """Returns the settings that must be unchanged to resume a checkpoint exactly, as data.
+        """Returns, as data, the settings that must not change if a checkpoint is to resume exactly.
 
         Args:
-            is_open: The settings that are still to be chosen.
+            is_open: The settings that have not been chosen yet.
         """
         return {name: as_data(value) for name, value in self._fixed(is_open).items()}
 
@@ -793,7 +797,7 @@ class Settings:
 
         Args:
             saved: The settings of the checkpoint, as returned by `saved`.
-            is_open: The settings that are still to be chosen.
+            is_open: The settings that have not been chosen yet.
         """
         saved = read_settings(saved)
         sentences = list[str]()
@@ -808,8 +812,8 @@ class Settings:
         return sentences
 
     def described(self) -> dict[str, str]:
-        """Returns every setting as text. Texts are equal on all ranks exactly if the settings are
-        equal.
+        """Returns every setting as text. The texts are equal on all ranks if and only if the
+        settings are equal.
         """
         texts = dict[str, str]()
         for name, value in self._values().items():
@@ -823,7 +827,7 @@ class Settings:
 
     @property
     def weighing_text(self) -> str:
-        """The weighing as text that does not change when a field with a default is added."""
+        """The weighing, as text that does not change when a field with a default is added."""
         return as_text(as_data(self.weighing))
 
     def _fixed(self, is_open: Collection[str] = ()) -> dict[str, object]:
@@ -834,8 +838,8 @@ class Settings:
         return {**fixed, **dict.fromkeys(is_open, AUTO)}
 
     def _values(self) -> dict[str, object]:
-        """Returns every setting by name, with separate entries for the outer optimizer and the
-        backend.
+        """Returns every setting, keyed by name, with separate entries for the outer optimizer and
+        the backend.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
@@ -843,7 +847,7 @@ class Settings:
 
 
 def read_settings(saved: Mapping[str, object]) -> Fields:
-    """Returns the settings of a checkpoint as data. Older checkpoints contain text."""
+    """Returns the settings of a checkpoint as data. Older checkpoints store settings as text."""
     texts = {name: text for name, text in saved.items() if isinstance(text, str)}
     if len(texts) < len(saved):
         return dict(saved)
@@ -851,7 +855,7 @@ def read_settings(saved: Mapping[str, object]) -> Fields:
 
 
 def _saved_as(name: str, saved: Mapping[str, object]) -> Data:
-    """Returns a setting of a checkpoint, which may have been saved before the setting existed."""
+    """Returns a setting from a checkpoint, which may be older than the setting."""
     return saved.get(name, _FORMERLY.get(name))
 
 
@@ -915,8 +919,8 @@ _BESIDE_THE_OUTER_OPTIMIZER = {
         "outer_momentum": "outer_momentum",
     }.items()
 }
-"""The correct argument and the advice for arguments of `OuterOptimizer` that belong to the
-strategy."""
+"""The correct argument and the advice for arguments that were passed to `OuterOptimizer` but belong
+to the strategy."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -926,7 +930,7 @@ _SAME = {
     **dict.fromkeys(("P", "num_fragments"), "fragments"),
     "outer_learning_rate": "outer_lr",
 }
-"""Names of arguments in the paper and in other implementations."""
+"""Argument names that the paper and other implementations use."""
 
 OTHER_NAMES = (*_INSTEAD, *_SAME)
 
@@ -935,8 +939,8 @@ def refuse_unknown(owner: str, names: Collection[str], arguments: Mapping[str, o
     """Refuses unknown arguments of a class (``owner``) and suggests corrections.
 
     Raises:
-        ValueError: If an argument has a different name or belongs elsewhere.
-        TypeError: If the argument does not exist.
+        ValueError: If an argument has a different name here or belongs elsewhere.
+        TypeError: If an argument does not exist.
     """
     unknown = {name: value for name, value in arguments.items() if name not in names}
     misplaced = {**_INSTEAD, **_BESIDE_THE_OUTER_OPTIMIZER}
@@ -980,12 +984,12 @@ def _require(
     """Refuses a setting that violates a rule.
 
     Args:
-        settings: The object with the setting.
+        settings: The object that has the setting.
         name: The name of the setting.
-        holds: True if the setting follows the rule.
+        holds: True if the setting satisfies the rule.
         rule: The rule, in words.
         advice: The end of the message.
-        kind: The required type. Both int and float allow any number.
+        kind: The required type. With ``int`` or ``float``, any number has the right type.
     """
     if holds:
         return
@@ -1003,9 +1007,7 @@ def _require(
 def _require_map(
     settings: object, name: str, is_right: Callable[[object], bool], rule: str
 ) -> None:
-    """Refuses a setting that does not map patterns to valid values. Converts the setting to a plain
-    dict.
-    """
+    """Requires a setting to map patterns to valid values, and converts it to a plain dict."""
     patterns = getattr(settings, name)
     if not isinstance(patterns, Mapping):
         raise ValueError(
@@ -1033,7 +1035,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def fault_of(value: object, must_be_whole: bool) -> str:
-    """Describes why a value is not an acceptable number."""
+    """Explains why a value is not an acceptable number."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):

@@ -1,11 +1,11 @@
-"""The direction in which an outer step moves a matrix, obtained by making all singular values of
-its mean outer gradient equal.
+"""The direction in which an outer step moves a matrix, obtained by making the singular values of
+the matrix's mean outer gradient equal.
 
 The direction is a stateless map that is applied to each matrix before the elementwise outer
-optimizer. Groups agree only if the result is bit-identical everywhere. However, an ordinary matrix
-product differs between processors, thread counts and accelerators. Therefore, all products are
-exact: float64 represents every sum, in any order, if the factors are multiples of 2^-24 whose rows
-and columns have norms of at most a few units.
+optimizer. Groups agree only if the result is bit-identical everywhere. However, the result of an
+ordinary matrix product differs between processors, thread counts and accelerators. Therefore, all
+products are exact: float64 represents every sum exactly, in any order, if the factors are multiples
+of 2^-24 whose rows and columns have norms of at most a few units.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ keep their proportions."""
 # Odd polynomials a x + b x^3 + c x^5. Starting from [SMALLEST_SHARE, 1], each polynomial maps the
 # range of the previous polynomial as close to 1 as possible (Polar Express, arXiv 2505.16932,
 # without its margin for bfloat16). After the last polynomial, all values are within 1e-3 of 1.
-# Values below SMALLEST_SHARE have grown at most 2000 times.
+# Values below SMALLEST_SHARE have grown by a factor of at most 2000.
 _POLYNOMIALS = (
     (8.470328804, -25.108074707, 18.629275599),
     (4.182834183, -3.108701110, 0.580606681),
@@ -43,8 +43,8 @@ _POLYNOMIALS = (
     (1.888716197, -1.265157225, 0.376518926),
 )
 
-# Matrices of the same shape are mapped together, up to this number of values, so many small
-# matrices take as long as a single matrix.
+# Matrices of the same shape are mapped together, up to this number of values, so mapping many small
+# matrices takes no longer than mapping a single large matrix.
 _TOGETHER = 1 << 22
 
 _FIXED_POINT = 2.0**24
@@ -58,16 +58,16 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 def equalised(matrices: Tensor) -> Tensor:
     """Returns the multiple of each matrix's polar factor that is closest to the matrix.
 
-    The result is ``U @ Vh`` of the singular value decomposition, multiplied by the mean of the
+    The result is ``U @ Vh`` from the singular value decomposition, multiplied by the mean of the
     singular values, so the sum of the singular values does not change. Directions in which a matrix
-    is almost zero, such as directions of dead units and unseen tokens, remain almost zero; see
+    is almost zero, such as the directions of dead units and unseen tokens, remain almost zero; see
     `SMALLEST_SHARE`. A matrix that is zero or not finite is returned unchanged.
 
-    The result is bit-identical on every device and with any number of threads. The result does not
-    depend on whether matrices are passed separately or together.
+    The result is bit-identical on every device and with any number of threads. Passing matrices
+    separately or together does not change the result.
 
     Args:
-        matrices: Matrices of shape ``(..., rows, columns)``, of any floating-point dtype.
+        matrices: Matrices of shape ``(..., rows, columns)``, with any floating-point dtype.
 
     Returns:
         Matrices of the same shape and dtype, on the same device.
@@ -90,7 +90,7 @@ def equalised(matrices: Tensor) -> Tensor:
 
 
 def _polar_factor(matrices: Tensor) -> Tensor:
-    """Returns matrices with singular values of 1. Overwrites the input."""
+    """Returns matrices whose singular values have been replaced by 1. Overwrites the input."""
     # Division by a power of two is exact. Without it, values far from 1 would overflow.
     factor = matrices.div_(_power_of_two(matrices))
     _rounded(factor.div_(_inner(factor, factor).sqrt()))
@@ -127,7 +127,7 @@ def _power_of_two(matrices: Tensor) -> Tensor:
 
 
 def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Applies a direction to parameters and returns the results by name."""
+    """Applies a direction to parameters and returns the results, keyed by name."""
     if direction is not _equalised:
         return {name: direction(name, matrices) for name, matrices in parameters.items()}
     directed = dict[str, Tensor]()
@@ -161,7 +161,7 @@ def _equalised(name: str, matrices: Tensor) -> Tensor:
 
 
 def direction_for(choice: str | Direction) -> Direction | None:
-    """Returns the chosen map, given by name or as a callable, or None if values are treated
+    """Returns the map for a choice, which is a name or a callable, or None if values are treated
     separately.
     """
     if callable(choice):

@@ -2,12 +2,12 @@
 exchange only with partners.
 
 [Note: gossip] On a route that is not shared, each group has its own outer parameters. In a round,
-the two or three groups of a *leg* send each other their local parameters. The outer gradient of a
-group is its outer parameters minus the mean of the leg's local parameters. Averaged over all
-groups, these outer gradients are the same as if all groups had exchanged. If the outer optimizer is
-linear in its gradients, like SGD with momentum, the mean of the outer parameters therefore moves in
-the same way, and the groups approach each other. With ``outer_lr=1`` and no momentum, the outer
-step gives exactly the mean of the leg.
+the two or three groups of a *leg* send each other their local parameters. A group's outer gradient
+is its outer parameters minus the mean of the leg's local parameters. The mean of these outer
+gradients over all groups is the same as if all groups had exchanged with each other. With an outer
+optimizer that is linear in its gradients, such as SGD with momentum, the mean of the outer
+parameters therefore moves in the same way, and the groups approach each other. With ``outer_lr=1``
+and no momentum, the outer step gives exactly the mean of the leg.
 
 A group sends its local parameters minus an *anchor*, which contains the values at the start of the
 rounds and is the same in all groups. The compression error remains in the group, so every
@@ -31,7 +31,7 @@ from lightning_sdiloco.compression import Compression, resolve
 _TRIED = 8
 
 # A compression that loses more than this share of its input would drive the groups apart, because a
-# group sends its distance from the anchor, which is many times as long as its progress in a round.
+# group sends its distance from the anchor, which is many times longer than its progress in a round.
 _MOST_LOST = 0.01
 
 Leg = tuple[int, ...]
@@ -72,18 +72,18 @@ class Route(ABC):
         """Returns the legs of a round. Each group must be in exactly one leg.
 
         Args:
-            number: The round of a fragment, counted from 0.
+            number: The fragment's round, counted from 0.
             groups: The number of worker groups.
         """
 
     def momentum(self, groups: int) -> Momentum | None:
-        """Returns the momentum between rounds, or None. The default is None."""
+        """Returns the momentum that is applied between rounds, or None. The default is None."""
         return None
 
 
 @dataclass(frozen=True)
 class Everyone(Route):
-    """A route on which all groups exchange with each other, as without a route."""
+    """A route on which all groups exchange with each other, as they do without a route."""
 
     shared = True
 
@@ -94,10 +94,10 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """A route with random pairs of groups in each round, as in NoLoCo (arXiv 2506.10911).
+    """A route that pairs groups at random in each round, as in NoLoCo (arXiv 2506.10911).
 
     Args:
-        seed: The seed of the random pairs.
+        seed: The seed for the random pairs.
 
     Examples:
         >>> RandomPairs(seed=0).legs(0, groups=5)
@@ -247,12 +247,12 @@ def take(
     gradient = brought.gradient + difference
     if momentum is None or brought.twin is None:
         return Taken(gradient, None)
-    # In a pair, the distance to the mean is half of the difference.
+    # In a pair, the distance to the mean is half the difference.
     return Taken(gradient, brought.twin - 2 * momentum.pull * difference)
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not work if groups have their own outer parameters."""
+    """Refuses a compression that does not work if each group has its own outer parameters."""
     codec = resolve(compression)
     advice = "Choose 'int8', 'bf16', 'fp32' or RandomK(every, Int8()) so that all groups send the same values."
     traits = codec.traits

@@ -1,28 +1,28 @@
 """The guard, which decides which outer gradients are too long to count.
 
-The guard works without tensors, because the hub of a federation also uses it. Decisions depend only
-on plain numbers that are the same everywhere, so all groups make the same decision.
+The guard works without tensors, because a federation's hub also uses it. Decisions depend only on
+plain numbers that are the same everywhere, so all groups make the same decision.
 
 [Note: the model of lengths] The more a group trains between two launches, the longer its outer
-gradient becomes. However, the growth slows down, so the outer gradient may be as long after 300
-inner steps as after 10. The model is
+gradient becomes. However, the growth slows down, so the outer gradient may be no longer after 300
+inner steps than after 10. The model is
 
     norm = level of the group * growth of the round * distance / (distance + half)
 
-The distance is the sum of the learning rates of the inner steps, or the number of steps if a
+The distance is the sum of the learning rates of the inner steps, or the number of steps if any
 learning rate is unknown. The level is the median of the lengths that counted in the last eight
-rounds. Equal distances do not determine ``half``, so the guard tries 13 values and keeps all values
-that explain these lengths almost as well as the best value. The usual length is the longest length
-that any kept value allows. Lengths are compared as logarithms. This module computes the logarithms
-itself, because results of the C library differ in the last bit between machines, which could change
-a decision.
+rounds. Equal distances do not determine ``half``, so the guard tries 13 values and keeps each value
+that explains these lengths almost as well as the best value does. The usual length is the longest
+length that any kept value allows. Lengths are compared as logarithms. This module computes the
+logarithms itself, because the C library's results differ in the last bit between machines, which
+could change a decision.
 
 [Note: directions] A flipped sign does not change the length of an outer gradient, but the outer
 gradient then points against the outer gradients of the other sites, which agree with each other.
-The same happens at a site whose data differs from data that the other sites share, once the sites
-have learned what they have in common: at the optimum, all outer gradients add up to zero. No rule
-can distinguish the two cases, so no site is left out because of its direction. A direction is
-reported if it persists and there are at least three other sites to compare with.
+The same happens at a site whose data differs from the data of the other sites, once the sites have
+learned what they have in common. At the optimum, all outer gradients add up to zero. No rule can
+distinguish the two cases, so no site is left out because of its direction. A direction is reported
+if it persists and there are at least three other sites to compare it with.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ from statistics import fmean, median, median_high
 from typing import Generic, NamedTuple, TypeVar
 
 Member = TypeVar("Member")
-"""A group by its number, or a site by its name."""
+"""A group, identified by its number, or a site, identified by its name."""
 
 GUARD = 5.0
 """The default factor by which a length may exceed the usual length."""
@@ -49,13 +49,14 @@ BUFFERS = 100.0
 """The factor by which buffers may exceed their usual size."""
 
 NOT_FINITE = 3.4028234663852886e38
-"""The size of non-finite buffers: the largest number that fits into a control vector."""
+"""The size recorded for non-finite buffers: the largest number that fits into a control vector."""
 
 JUDGED = 16
 """The number of a site's contributions that are judged together."""
 
 AGAINST = 12
-"""The number of these contributions that must point against the other sites to be reported."""
+"""The number of these contributions that must point against the other sites before the site is
+reported."""
 
 AGAINST_OTHERS = (
     f"at least {AGAINST} of its last {JUDGED} contributions had a negative cosine with the mean of the"
@@ -69,12 +70,12 @@ _PEERS = 2
 # The number of rounds over which a scale is averaged, and its largest change in a single round.
 _SCALED = 64
 _LARGEST_CHANGE = 0.7
-# In units of the median distance.
+# The values of ``half`` to try, in units of the median distance.
 _HALVES = [4.0**power for power in range(-6, 7)]
 # Outer gradients agree above this cosine and oppose each other below its negative.
 _OPPOSED = 0.1
 _AGREEING = 3
-# The largest difference between the average errors of a kept curve and of the best curve.
+# The largest amount by which the average error of a kept curve exceeds the smallest average error.
 _TOLERANCE = 0.25
 # The largest logarithm of a length, and the smallest sum of learning rates that is meaningful.
 _LARGEST = 700.0
@@ -89,7 +90,7 @@ _COEFFICIENTS = tuple(1.0 / power for power in range(35, 0, -2))
 # Cached, because every round compares the lengths of the last eight rounds again.
 @lru_cache(1 << 16)
 def _log(number: float) -> float:
-    """Computes the natural logarithm with operations that are bit-identical everywhere."""
+    """Computes the natural logarithm with operations whose results are bit-identical everywhere."""
     if number == inf:
         return inf
     mantissa, exponent = frexp(number)
@@ -102,7 +103,7 @@ def _log(number: float) -> float:
 
 
 def _exp(logarithm: float) -> float:
-    """Computes the exponential of a logarithm, which is limited to `_LARGEST`, in the same way."""
+    """Computes the exponential in the same way, after limiting the logarithm to `_LARGEST`."""
     logarithm = max(-_LARGEST, min(logarithm, _LARGEST))
     exponent = round(logarithm / _LOG_2)
     remainder = logarithm - exponent * _LOG_2
@@ -117,8 +118,8 @@ class Length(NamedTuple):
 
     Attributes:
         norm: The norm of the outer gradient.
-        steps: The number of inner steps, or another measure that grows with the inner steps.
-        path: The sum of the learning rates of these inner steps; 0 if unknown.
+        steps: The number of inner steps, or another measure that grows with this number.
+        path: The sum of the learning rates of these inner steps, or 0 if unknown.
     """
 
     norm: float
@@ -158,7 +159,7 @@ class Past(NamedTuple):
         return [length for length in self.lengths if length is not None]
 
     def plain(self) -> dict[str, object]:
-        """Returns the past as JSON."""
+        """Converts the past to plain JSON."""
         lengths = [None if length is None else list(length) for length in self.lengths]
         return {"lengths": lengths, "scale": self.scale, "rounds": self.rounds}
 
@@ -172,8 +173,8 @@ class Past(NamedTuple):
 
 
 class TooLong(NamedTuple):
-    """The reason for leaving out an outer gradient, with the factor (``times``) by which it exceeds
-    its usual length or the lengths of the other outer gradients.
+    """The reason for leaving out an outer gradient, with the factor (``times``) by which the outer
+    gradient exceeds its usual length or the lengths of the other outer gradients.
     """
 
     times: float
@@ -188,7 +189,7 @@ class _Curve(Generic[Member]):
     levels: Mapping[Member, float]
 
     def usual(self, member: Member, distance: float) -> float:
-        """Returns the usual length of a member after a distance."""
+        """Returns a member's usual length after a given distance."""
         return self.levels[member] + _saturation(distance, self.half)
 
 
@@ -199,7 +200,7 @@ def _saturation(distance: float, half: float) -> float:
 def _curves(
     lengths: Mapping[Member, Sequence[Length]], distance: Callable[[Length], float]
 ) -> list[_Curve[Member]]:
-    """Returns the curves that explain the last lengths, starting with the flattest curve. The list
+    """Returns the curves that explain the past lengths, starting with the flattest curve. The list
     is empty if there are too few lengths.
     """
     enough = {member: last for member, last in lengths.items() if len(last) >= _ENOUGH}
@@ -261,8 +262,8 @@ class _Round(Generic[Member]):
         return _curves(lengths, self.distance)
 
     def growth(self, member: Member, curve: _Curve[Member]) -> float:
-        """Returns how much the lengths of the other members exceed the prediction of a curve,
-        or 0.
+        """Returns by how much the lengths of the other members exceed a curve's prediction, or 0 if
+        no other member can be compared.
         """
         growths = list[float]()
         for peer, length in self.lengths.items():
@@ -271,9 +272,9 @@ class _Round(Generic[Member]):
         return median_high(growths or [0.0])
 
     def is_usual_by_any_curve(self, member: Member, length: Length, guard: float) -> bool:
-        """Returns whether every curve accepts a length, given the member's own past. This is a
-        quick check, because curves never fall as the distance grows and never grow faster than the
-        distance.
+        """Returns whether every curve accepts a length, given the member's own past. This quick
+        check relies on the fact that curves never decrease as the distance grows and never grow
+        faster than the distance.
         """
         if member not in self.lengths or not self._has_past(member):
             return False
@@ -289,7 +290,8 @@ class _Round(Generic[Member]):
         if not self._has_past(member):
             return None
         distance = self.distance(length)
-        # A member need not become shorter just because the other members have.
+        # A member's length need not decrease just because the lengths of the other members have
+        # decreased.
         usual_lengths = [self.curves[0].usual(member, distance)]
         for curve in self.curves:
             usual_lengths.append(curve.usual(member, distance) + self.growth(member, curve))
@@ -311,13 +313,15 @@ class _Round(Generic[Member]):
         return self.pasts[member].scale + median_high(scaled)
 
     def usual_at_first(self, member: Member, length: Length) -> float | None:
-        """Returns the length of the other members in this round, or None if there is none."""
+        """Returns the median length of the other members in this round, or None if there is no
+        other member.
+        """
         peers = self._peers(member, length)
         return median_high(peers.values()) if peers else None
 
     def level_of_peers(self, member: Member) -> float | None:
-        """Returns the length of the other members in this round, divided by their scales, or None
-        if too little is known.
+        """Returns the median length of the other members in this round, divided by their scales, or
+        None if too little is known.
         """
         of_peers = list[float]()
         for peer, length in self.lengths.items():
@@ -353,15 +357,15 @@ def outlying(
 ) -> dict[Member, TooLong]:
     """Returns the members whose outer gradients are too long; see [Note: the model of lengths].
 
-    Each member is compared with its own past, which must contain four lengths, and with the growth
-    of the other members. If there are at least two other members, it is also compared with their
-    scaled lengths in this round. If too little is known for both comparisons, a member is compared
-    with the unscaled lengths of the other members. The limit is then `FIRST`, because the members'
-    data may differ. If all members are too long, training has changed, and only members that exceed
-    `FIRST` are left out.
+    Each member is compared with its own past, which must contain at least four lengths, and with
+    the growth of the other members. If there are at least two other members, the member is also
+    compared with their scaled lengths in this round. If neither comparison is possible, the member
+    is compared with the unscaled lengths of the other members. The limit is then `FIRST`, because
+    the members' data may differ. If the outer gradients of all members are too long, training has
+    changed, and only members that exceed `FIRST` are left out.
 
     Args:
-        lengths: The lengths of all members that may count in a round.
+        lengths: The lengths of all members that may count in the round.
         pasts: The past of each member.
         guard: The factor by which a length may exceed the usual length.
 
@@ -412,11 +416,10 @@ def remembered(
     """Returns the past of each member after a round.
 
     If the guard has left out a member, the usual length is recorded instead of the member's own
-    length. The member's own length is ignored, but its past still follows the growth of the other
-    members.
+    length. The member's past therefore still follows the growth of the other members.
 
     Args:
-        counted: The lengths that counted.
+        counted: The lengths of the members that counted.
         left_out: The members that the guard has left out.
         pasts: The past of each member before the round.
     """
@@ -457,8 +460,8 @@ def _usual_length(past: Past, level_of_peers: float | None) -> Length:
 def with_large_buffers(
     sizes: Mapping[Member, float], pasts: Mapping[Member, Past]
 ) -> dict[Member, float]:
-    """Returns the members whose buffers are too large to count, with the factor above the usual
-    size.
+    """Returns the members whose buffers are too large to count, with the factor by which each
+    exceeds its usual size.
 
     Sizes are compared in the same way as lengths, but with the limit `BUFFERS` and without a
     distance.
@@ -507,7 +510,9 @@ class Direction(NamedTuple):
 
     @property
     def is_against(self) -> bool:
-        """True if it points against agreeing outer gradients; see [Note: directions]."""
+        """True if the other outer gradients agree with each other and this outer gradient points
+        against them; see [Note: directions].
+        """
         return self.cosine < -_OPPOSED and self.among_others > _OPPOSED
 
 
@@ -544,7 +549,7 @@ def direction_in_mean(
 
 
 def joined_pasts(pasts: Sequence[Past]) -> Past:
-    """Returns the past of a group for a fragment that combines several fragments."""
+    """Returns a group's past for a fragment that combines several fragments."""
     lengths = list[Length | None]()
     for of_round in zip(*(reversed(past.lengths) for past in pasts), strict=False):
         parts = [length for length in of_round if length is not None]

@@ -12,13 +12,13 @@ from lightning_sdiloco.memory import new_vector
 
 
 class LandingRule(ABC):
-    """Decides how local parameters change at a landing, elementwise.
+    """Decides how local parameters change, element by element, at a landing.
 
     Make a landing rule a frozen dataclass, because its ``repr`` is compared between ranks and with
     the checkpoint.
 
     Attributes:
-        kept: The share of local values, compression errors and buffers that is kept, from 0 to 1.
+        kept: The share of the local values, compression errors and buffers to keep, from 0 to 1.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Mix(LandingRule):
     With ``kept=0``, the local values are not read, so they may be non-finite.
 
     Args:
-        kept: The share (alpha in the paper).
+        kept: The share to keep (alpha in the paper).
 
     Examples:
         >>> local = torch.tensor([2.0])
@@ -105,7 +105,7 @@ class Carry(LandingRule):
 
     @property
     def kept(self) -> float:  # type: ignore[override]
-        """The kept share is 0, because the outer parameters replace the values at the launch."""
+        """Always 0, because no share of the local values at the launch is kept."""
         return 0.0
 
     @override

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-# The default for the largest number of repeated blocks in a fragment, as in the paper.
+# The default maximum number of repeated blocks in a fragment, as in the paper.
 _MOST_BLOCKS = 3
 
 # The approximate default number of fragments, as in the paper's 1B model.
 _ENOUGH_FRAGMENTS = 8
 
-# The default limit for the number of fragments of blocks, and the approximate limit for fragments
-# of other parameters. Every launch costs messages.
+# The default limit on the number of fragments of blocks, and the approximate limit on the number of
+# fragments of other parameters. Every launch costs messages.
 _MOST_FRAGMENTS = 32
 
 # Two blocks are alike if they share at least this fraction of the smaller block's names. They need
-# not be equal, because a stage of a ResNet starts with a block that has a shortcut, and some layers
-# of a transformer have experts.
+# not be equal, because a ResNet stage starts with a block that has a shortcut, and some transformer
+# layers have experts.
 _ALIKE = 0.5
 
 # The number of names that a message shows.
@@ -92,21 +92,21 @@ def partition(
     ``"strided:3"`` and ``"sequential:3"`` search for repeated blocks and put at most three blocks
     into a fragment. With ``"strided"``, block ``l`` is in fragment ``l % P``, as in the paper. With
     ``"sequential"``, the blocks of a fragment are consecutive. Without a number, a fragment
-    contains an eighth of the blocks, between one and three, or more if there would otherwise be
-    over 32 fragments. Parameters outside the blocks (embeddings, head, last norm) form additional
-    fragments. Such a fragment is not larger than the largest fragment of blocks, unless a single
-    tensor is larger or, without a number, there would be many more than 32 fragments. An integer
-    distributes the tensors over that many fragments of similar size. ``"balanced"`` uses the same
-    number of fragments as ``"strided"``.
+    contains an eighth of the blocks (at least one and at most three), or more if there would
+    otherwise be more than 32 fragments. Parameters outside the blocks (embeddings, head, last norm)
+    form additional fragments. Such a fragment is no larger than the largest fragment of blocks,
+    unless a single tensor is larger or, if no number is given, there would be many more than 32
+    fragments. An integer distributes the tensors among that many fragments of similar size.
+    ``"balanced"`` does the same with as many fragments as ``"strided"``.
 
     Args:
         parameters: The trainable parameters, without duplicates, in the order of
             ``named_parameters()``.
         fragments: One of the choices above, or a list of shell-style patterns for each fragment.
         aliases: Other names of tied parameters, mapped to their names in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match only such
-            parameters, because they may become trainable later. A list that matches no trainable
-            parameter does not form a fragment.
+        frozen: Names of the parameters that are not trainable. A pattern that matches only such
+            parameters is allowed, because they may become trainable later. A list that matches no
+            trainable parameter does not form a fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -158,14 +158,14 @@ def _blocks_per_fragment(blocks: int) -> int:
 
 
 def fewest_blocks(blocks: int) -> int:
-    """Returns the smallest number of blocks in a fragment that does not give too many fragments."""
+    """Returns the smallest number of blocks per fragment that avoids too many fragments."""
     return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
 def checked_fragments(
     fragments: int | str | Sequence[Sequence[str]],
 ) -> int | str | Sequence[Sequence[str]]:
-    """Returns a valid choice of fragments and refuses an invalid choice."""
+    """Validates and returns a choice of fragments."""
     if isinstance(fragments, str):
         is_right = bool(re.fullmatch(r"balanced|(strided|sequential)(:[1-9]\d*)?", fragments))
     elif type(fragments) is int:
@@ -197,11 +197,11 @@ def _are_patterns(patterns: object) -> bool:
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model in order, based on parameter names.
 
-    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. A
-    stack is used if at least two of its children are alike and contain at least half of its
-    parameters. The blocks are the similar children of the outermost stacks that are used. A child
-    that contains only vectors, such as a normalisation between two linear layers, belongs to the
-    previous block.
+    A stack is a module with numbered children, such as ``nn.ModuleList`` or ``nn.Sequential``. A
+    stack is used if at least two of its children are alike and together contain at least half of
+    its parameters. The blocks are the similar children of the outermost stacks that are used. A
+    child that contains only vectors, such as a normalisation between two linear layers, belongs to
+    the previous block.
     """
     vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
     return _blocks_below("", [parameter.name for parameter in parameters], vectors)
@@ -228,10 +228,10 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
 
 def _repeated(prefix: str, children: dict[str, list[str]]) -> set[str]:
     """Returns the numbered children that are alike. The result is empty unless there are at least
-    two such children, with at least half of the parameters of all numbered children.
+    two such children, which together have at least half of the parameters of all numbered children.
     """
     # Children with equal parameter names are compared only once, because a model may have a
-    # thousand.
+    # thousand such children.
     children_by_names = _numbered_children_by_names(prefix, children)
     largest = set[str]()
     most_names = 0
@@ -297,7 +297,7 @@ def _by_blocks(
 
 
 def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
-    """Assigns each tensor, in order of decreasing size, to the smallest fragment so far."""
+    """Assigns each tensor, in order of decreasing size, to the fragment that is smallest so far."""
     members: list[list[int]] = [[] for _ in range(min(count, len(parameters)))]
     sizes = [0] * len(members)
     for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].nbytes, i)):
@@ -353,7 +353,9 @@ class _Claim(NamedTuple):
 
 
 def _claim(claims: dict[str, _Claim], parameter: str, name: str, claim: _Claim) -> None:
-    """Records that a pattern matches a parameter under a name. Refuses a second pattern."""
+    """Records that a pattern matches a parameter under one of its names. Refuses a second pattern
+    for the same parameter.
+    """
     first = claims.setdefault(parameter, claim)
     if first != claim:
         tied = ""
@@ -404,11 +406,11 @@ def stack_of(
     Args:
         shape: The shape of the whole parameter.
         groups: The number of groups of the convolution, or None for other parameters.
-        parts: The number of matrices along the first dimension set by the user. 0 means no
+        parts: The number of matrices along the first dimension, if set by the user. 0 means no
             matrices.
 
     Raises:
-        ValueError: If the first dimension cannot be divided into this number of parts.
+        ValueError: If the first dimension cannot be divided into that many parts.
 
     Examples:
         >>> stack_of((96, 32)), stack_of((96, 32), parts=3), stack_of((96, 32), parts=0)

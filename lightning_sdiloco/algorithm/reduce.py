@@ -1,7 +1,7 @@
-"""The all-reduce, which turns encoded outer gradients into their mean in every group.
+"""The all-reduce, which computes the mean of encoded outer gradients in every group.
 
-This module contains only arithmetic on payloads, which `comm.exchange` sends. In one hop, every
-group sends its whole shard to every other group. In two hops, each group averages one part of the
+This module contains only arithmetic on payloads, which `comm.exchange` sends. With one hop, every
+group sends its whole shard to every other group. With two hops, each group averages one part of the
 shard and then sends the mean to all other groups.
 """
 
@@ -37,9 +37,7 @@ class SecondHop(NamedTuple):
 
 
 class AllReduce:
-    """The mean of all outer gradients in one shot: every group sends its whole shard to all
-    others.
-    """
+    """A one-shot all-reduce, in which every group sends its whole shard to all other groups."""
 
     hops = 1
 
@@ -49,8 +47,8 @@ class AllReduce:
         self._mixing = mixing
 
     def at(self, step: int, choice: int | None = None) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step, which is the same object
-        unless it depends on random numbers or on the sender.
+        """Returns the all-reduce for the launch after an inner step. The result is this object
+        unless the compression depends on random numbers or on the sender.
         """
         compression = self.compression.at(step, choice)
         if compression is self.compression:
@@ -60,7 +58,9 @@ class AllReduce:
         return all_reduce
 
     def part_numel(self, numel: int, group: int = 0) -> int:
-        """Returns how many of ``numel`` values of a shard every other group sends to a group."""
+        """Returns how many of a shard's ``numel`` values a group receives from every other
+        group.
+        """
         return numel
 
     def encode(
@@ -80,8 +80,8 @@ class AllReduce:
     def mean(
         self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0
     ) -> Tensor:
-        """Returns the float32 mean of the groups that count. The sum has a fixed order, so the mean
-        is bit-identical in all groups.
+        """Returns the float32 mean over the groups that count. The sum has a fixed order, so the
+        mean is bit-identical in all groups.
         """
         numel = self.part_numel(like.numel(), group)
         if not numel:
@@ -92,7 +92,7 @@ class AllReduce:
         return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Decodes this group's payloads in the same way as the other groups."""
+        """Decodes this group's payloads in the same way as the other groups do."""
         decoded = torch.empty_like(like)
         if like.numel():
             self.compression.decode(payloads[0], decoded)
@@ -107,8 +107,8 @@ class AllReduce:
         tunings: Sequence[Tensor | None] | None = None,
         senders: "Sequence[AllReduce] | None" = None,
     ) -> Tensor:
-        """Computes the mean of all groups in a process that has all gradients. ``senders`` are the
-        all-reduces with which the groups encode.
+        """Computes the mean over all groups in a process that has all gradients. ``senders`` are
+        the all-reduces with which the groups encode.
         """
         tunings = tunings or [None] * self.groups
         like = gradients[0]
@@ -125,23 +125,25 @@ class AllReduce:
         return self.assemble(second_payloads, like)
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the payload bytes for a group, or the maximum if the length varies."""
+        """Returns the number of payload bytes for a group, or the maximum if the number varies."""
         part = self.part_numel(numel, group)
         if not part:
             return 0
         return self.compression.wire_bytes(part)
 
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        """Returns the bytes that a group sends to each other group in the second hop."""
+        """Returns the number of bytes that a group sends to every other group in the second hop."""
         return 0
 
     def second_hops(self, numel: int) -> list[int] | None:
-        """Returns the second-hop bytes of each group, or None if they are equal."""
+        """Returns the number of second-hop bytes for each group, or None if this number is the same
+        for all groups.
+        """
         return None
 
     def bytes_to_others(self, numel: int, group: int) -> int:
-        """Returns the bytes that a group sends to all other groups for a shard, without control
-        vectors.
+        """Returns the number of bytes that a group sends to all other groups for a shard, excluding
+        control vectors.
         """
         receivers = [receiver for receiver in range(self.groups) if receiver != group]
         first_hop = sum(self.payload_bytes(numel, receiver) for receiver in receivers)
@@ -159,8 +161,8 @@ class AllReduce:
 
 
 class TwoShotAllReduce(AllReduce):
-    """Every group averages one part of the shard and sends the re-encoded mean to all other
-    groups.
+    """An all-reduce in which every group averages one part of the shard and sends the re-encoded
+    mean to all other groups.
     """
 
     hops = 2
@@ -214,7 +216,7 @@ class TwoShotAllReduce(AllReduce):
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        # With every compression, the error of the second rounding is added to the next mean.
+        # Whatever the compression is, the error of the second rounding is added to the next mean.
         feedback = self.compression
         if not feedback.traits.remembers:
             feedback = ErrorFeedback(feedback)
@@ -268,7 +270,7 @@ _ALIKE = 0.1
 
 @dataclass(frozen=True)
 class TwoShot:
-    """An exchange in two shots in which groups average parts of different sizes, also called joint
+    """A two-shot exchange in which groups average parts of different sizes, also called joint
     allocation (arXiv 2003.04544).
 
     Group g averages the share ``s_g`` of every shard. With a payload P, the group sends and
@@ -277,7 +279,7 @@ class TwoShot:
     the shares that minimise the transfer time on this link.
 
     Args:
-        parts: A list of shares that add up to 1, with one number of at least 0 for each group.
+        parts: A list with a share of at least 0 for each group. The shares must add up to 1.
             ``"by_bandwidth"`` derives the shares from the links. ``"equal"`` is the same as
             ``exchange="two_shot"``.
         links: The bandwidth of each group's link in Gbit/s, for ``"by_bandwidth"``. If None, a
@@ -286,7 +288,7 @@ class TwoShot:
             ``"nccl"`` between CUDA devices. The results are bit-identical.
 
     Raises:
-        ValueError: If an argument is invalid, or links are given together with shares.
+        ValueError: If an argument is invalid, or if links are given together with shares.
 
     Examples:
         >>> TwoShot("by_bandwidth", links=[1, 1, 1, 0.5]).shares(4)
@@ -327,8 +329,8 @@ class TwoShot:
         return self.parts == "by_bandwidth" and self.links is None
 
     def over(self, links: Sequence[float]) -> "TwoShot":
-        """Returns the exchange for measured links in Gbit/s. Links within a tenth of the fastest
-        link are treated as equal.
+        """Returns the exchange for measured link bandwidths in Gbit/s. Links that are at most a
+        tenth slower than the fastest link are treated as equal.
         """
         fastest = max(links)
         alike = [link if link < (1 - _ALIKE) * fastest else fastest for link in links]
@@ -341,7 +343,7 @@ class TwoShot:
             groups: The number of worker groups.
 
         Raises:
-            ValueError: If the number of values does not match the number of groups, or the links
+            ValueError: If the number of values does not match the number of groups, or if the links
                 are unknown.
         """
         if self.lacks_links:
@@ -363,9 +365,9 @@ class TwoShot:
         if self.links is not None:
             if groups <= 2:
                 return None
-            # The share that each group can average in the shortest time in which a payload of size
-            # 1 can pass through all links with shares that add up to 1. Shares that add up to more
-            # than 1 are scaled down in proportion.
+            # Within the shortest time in which a payload of size 1 can pass through all links, each
+            # group can average this share. If these shares add up to more than 1, they are scaled
+            # down proportionally.
             least_time = max(1 / min(numbers), (2 * groups - 2) / fsum(numbers))
             numbers = [max(0.0, (link * least_time - 1) / (groups - 2)) for link in numbers]
         shares = tuple(number / fsum(numbers) for number in numbers)

@@ -9,25 +9,25 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 ScheduleState = Mapping[str, Any]
-"""The state of a `LaunchSchedule` as JSON, which only the schedule interprets."""
+"""The JSON state of a `LaunchSchedule`, which only the schedule itself interprets."""
 
 
 @dataclass(frozen=True)
 class DenseBeginning:
     """Short rounds at the beginning of a run, in which groups exchange more often.
 
-    A dense beginning replaces an initial phase of gradient averaging. All data is sent in the
-    background, from the first inner step on. In dense rounds, the built-in Nesterov SGD uses less
-    momentum, as short rounds require. An ``lr_schedule`` treats all dense rounds as the first
+    A dense beginning replaces an initial phase of gradient averaging. Starting with the first inner
+    step, all data is sent in the background. In dense rounds, the built-in Nesterov SGD uses less
+    momentum, as short rounds require. An ``lr_schedule`` counts all dense rounds as the first
     round.
 
     Args:
-        rounds: The number of dense rounds of every fragment, at least 1.
+        rounds: The number of dense rounds for every fragment, at least 1.
         sync_every: The number of inner steps between two launches of the same fragment in dense
             rounds, at most half of the run's ``sync_every``.
         overlap_steps: The number of inner steps from launch to landing in dense rounds, less than
-            ``sync_every``. None means half of ``sync_every``, or the run's ``overlap_steps`` if
-            this is less.
+            ``sync_every``. None means half of ``sync_every`` or the run's ``overlap_steps``,
+            whichever is less.
 
     Raises:
         ValueError: If an argument is out of range. The message names the argument.
@@ -70,13 +70,13 @@ class DenseBeginning:
         return self.rounds * self.sync_every
 
     def overlap(self, overlap_steps: int) -> int:
-        """Returns the number of inner steps of a flight, given the run's ``overlap_steps``."""
+        """Returns the length of a flight in inner steps, given the run's ``overlap_steps``."""
         if self.overlap_steps is not None:
             return self.overlap_steps
         return min(self.sync_every // 2, overlap_steps)
 
     def after(self, step: int) -> "DenseBeginning | None":
-        """Returns the remaining dense beginning if rounds restart after an inner step.
+        """Returns what remains of the dense beginning if rounds restart after an inner step.
 
         Examples:
             >>> DenseBeginning(rounds=3).after(5), DenseBeginning(rounds=3).after(9)
@@ -97,11 +97,11 @@ class DenseBeginning:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
+    """The schedule of Streaming DiLoCo, as in Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
     Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. The fragment
-    launches after inner step ``t`` if ``t >= H + offset`` and ``(t - offset) % H == 0``, so never
-    before step ``H``. It lands ``overlap_steps`` later.
+    launches after inner step ``t`` if ``t >= H + offset`` and ``(t - offset) % H == 0``, and
+    therefore never before step ``H``. It lands ``overlap_steps`` later.
 
     The rounds of a `DenseBeginning` come first. If its ``sync_every`` is ``h``, the ``r``-th launch
     of a fragment, counted from 1, follows inner step ``r * h + floor(p * h / P)``. At inner step
@@ -137,7 +137,7 @@ class Schedule:
 
     @property
     def dense_rounds(self) -> int:
-        """The number of rounds of every fragment in the dense beginning."""
+        """The number of rounds that each fragment has in the dense beginning."""
         if self.dense is None:
             return 0
         return self.dense.rounds
@@ -164,7 +164,7 @@ class Schedule:
 
     def is_dense(self, step: int) -> bool:
         """Returns whether a launch after an inner step belongs to the dense beginning."""
-        # The first launch after the dense beginning follows at least two dense rounds later.
+        # The first launch after the dense beginning comes at least two dense rounds later.
         return self.dense is not None and step < self.dense.steps + self.dense.sync_every
 
     def is_dense_round(self, round: int) -> bool:
@@ -172,13 +172,13 @@ class Schedule:
         return round <= self.dense_rounds
 
     def overlap_of(self, step: int) -> int:
-        """Returns the number of inner steps of a flight that launches after an inner step."""
+        """Returns the length, in inner steps, of a flight that launches after an inner step."""
         if self.is_dense(step):
             return self._dense_overlap
         return self.overlap_steps
 
     def overlap_of_round(self, round: int) -> int:
-        """Returns the number of inner steps of a flight in a round, counted from 1."""
+        """Returns the length, in inner steps, of the flights in a round, counted from 1."""
         if self.is_dense_round(round):
             return self._dense_overlap
         return self.overlap_steps
@@ -216,14 +216,12 @@ class Schedule:
         return self._due(step, step)
 
     def landings(self, step: int) -> tuple[int, ...]:
-        """Returns the fragments that land after inner step ``step``, in the order of their
-        launch.
-        """
+        """Returns the fragments that land after inner step ``step``, in launch order."""
         return self._due(step - self._dense_overlap, step - self.overlap_steps)
 
     def _due(self, dense_launch: int, launch: int) -> tuple[int, ...]:
-        """Returns the fragments that launched after the first given step if it is in the dense
-        beginning, and otherwise after the second given step.
+        """Returns the fragments that launched after step ``dense_launch`` if this step is in the
+        dense beginning, and otherwise after step ``launch``.
         """
         dense = self.dense
         if dense is not None and self.is_dense(dense_launch) and dense_launch >= dense.sync_every:
@@ -235,8 +233,8 @@ class Schedule:
 
     def _with_offset(self, offset: int, sync_every: int) -> tuple[int, ...]:
         """Returns the fragments with this offset in rounds of ``sync_every`` inner steps."""
-        # These are the fragments from the first with at least this offset to the first with a
-        # larger offset.
+        # These fragments start with the first one that has at least this offset and end before the
+        # first one that has a larger offset.
         first = -(-offset * self.fragments // sync_every)
         end = -(-(offset + 1) * self.fragments // sync_every)
         return tuple(range(first, end))
@@ -254,8 +252,8 @@ class Schedule:
         return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment lands in a run of ``steps`` inner steps, not counting
-        the dense beginning.
+        """Returns how many times each fragment lands in a run of ``steps`` inner steps, not
+        counting the dense beginning.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
@@ -265,8 +263,8 @@ class Schedule:
         return max(0, (last_launch - self.offset(self.fragments - 1)) // self.sync_every)
 
     def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
-        """Returns how often a fragment launches in a run of ``steps`` inner steps, during and after
-        the dense beginning.
+        """Returns how many times a fragment launches in a run of ``steps`` inner steps, during and
+        after the dense beginning.
 
         Examples:
             >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
@@ -281,7 +279,7 @@ class Schedule:
         return dense_launches, max(0, since_offset) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns the largest number of inner steps that a request needs to travel with the next
+        """Returns the maximum number of inner steps that a request needs to travel with the next
         launch and land.
 
         Args:
@@ -293,8 +291,8 @@ class Schedule:
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
-        # Includes the rounds that have launched by then and three more rounds. The last two are
-        # equal.
+        # Includes the rounds that have launched by step ``since`` and three more rounds, the last
+        # two of which are equal.
         launched_rounds = sum(self.launches_in(0, since))
         last_round = max(self.dense_rounds, launched_rounds) + 3
         launches = set[int]()
@@ -313,8 +311,8 @@ class Schedule:
         launches or lands.
 
         Args:
-            first: The first inner step of the table.
-            last: The last inner step of the table. The default is the end of the second round after
+            first: The first inner step in the table.
+            last: The last inner step in the table. The default is the end of the second round after
                 the dense beginning.
 
         Returns:
@@ -335,15 +333,15 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """The data about a landed launch, which is the same in all groups.
+    """The data about a landing, which is the same in all groups.
 
     Attributes:
         fragment: The number of the fragment.
         launched_at: The inner step of the launch, as counted by `LaunchSchedule.due`.
         present: The groups that counted in the mean, in ascending order.
         norms: The norm of each group's outer gradient before compression.
-        trained: The number of micro-batches that each group trained since its last launch of the
-            fragment.
+        trained: The number of micro-batches that each group has trained on since it last launched
+            the fragment.
 
     Examples:
         >>> landing = Heard(0, 100, present=(0, 1), norms=(3.0, 2.0), trained=(50, 40))
@@ -386,8 +384,8 @@ class LaunchSchedule(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: The schedule of the run, with ``sync_every``, ``overlap_steps`` and the number
-                of fragments.
+            schedule: The run's schedule, with ``sync_every``, ``overlap_steps`` and the number of
+                fragments.
         """
 
     @abstractmethod
@@ -404,7 +402,7 @@ class LaunchSchedule(ABC):
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        """Returns the largest number of inner steps that a request needs to travel with a launch
+        """Returns the maximum number of inner steps that a request needs to travel with a launch
         and land.
 
         Args:
@@ -432,15 +430,15 @@ class Every(LaunchSchedule):
 class Selective(LaunchSchedule):
     """Launches less often while outer gradients hardly change, as in SelSync (arXiv 2307.07950).
 
-    A group's rate is the norm of its outer gradient divided by the number of inner steps that it
-    trained. If every group's rate differs by less than the relative ``threshold`` from its rate at
-    the previous launch, the number of inner steps to the next launch doubles, up to ``most *
+    A group's rate is the norm of its outer gradient divided by the number of inner steps that the
+    group trained. If every group's rate has changed by less than the relative ``threshold`` since
+    the previous launch, the number of inner steps until the next launch doubles, up to ``most *
     sync_every``. Otherwise, the interval returns to ``sync_every``. The next outer gradient
     contains all training since the last launch. This schedule saves bytes but does not lower the
     peak bandwidth.
 
     Args:
-        threshold: The smallest relative change of a rate that is not ignored, at least 0. With 0,
+        threshold: The smallest relative change in a rate that is not ignored, at least 0. With 0,
             fragments never launch less often.
         most: The longest interval between two launches of a fragment, as a multiple of
             ``sync_every``, at least 1.
@@ -517,7 +515,7 @@ class Selective(LaunchSchedule):
             return False
         return all(
             rates[group] == before[group] == 0
-            # The threshold is multiplied, because the previous rate may be 0.
+            # Dividing by the previous rate would fail, because this rate may be 0.
             or abs(rates[group] - before[group]) < self.threshold * before[group]
             for group in present
         )
@@ -529,8 +527,8 @@ class Selective(LaunchSchedule):
 
 
 class Timetable:
-    """The launches and landings of a run. After the dense beginning, a launch schedule decides,
-    based on previous landings.
+    """The launches and landings of a run. After the dense beginning, a launch schedule determines
+    the launches from previous landings.
 
     Args:
         schedule: The schedule of the rounds, with the remaining dense beginning.
@@ -571,12 +569,12 @@ class Timetable:
         return launched_at + self.schedule.overlap_of(launched_at - self.began_at)
 
     def longest_wait(self, step: int) -> int:
-        """Returns the largest number of inner steps until a request that is made after this inner
-        step, or later, lands with a launch.
+        """Returns the maximum number of inner steps until a request lands with a launch, if the
+        request is made after this inner step or later.
         """
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def note(self, landing: Heard) -> None:
-        """Records a landing. The launch is given as an inner step of the run."""
+        """Records a landing, whose ``launched_at`` counts all inner steps of the run."""
         launched_at = self.counted_in_rounds(landing.launched_at)
         self.state = self._launches.heard(self.state, landing._replace(launched_at=launched_at))

@@ -37,18 +37,18 @@ def combined(digests: list[int]) -> int:
 
 
 class Control(NamedTuple):
-    """The control vector of a rank, or of a group after merging its ranks.
+    """The control vector of a rank, or of a group after its ranks have been merged.
 
     Attributes:
         fragment: The launched fragment.
         step: The inner step of the launch.
-        requests: The rank's requests to all groups, such as stopping, with one bit for each
+        requests: The rank's requests to all groups, such as a request to stop, with one bit per
             request.
-        weight: The number of micro-batches that the group trained since its last launch of the
+        weight: The number of micro-batches that the group has trained on since it last launched the
             fragment, summed over its ranks.
         digest: The digest of the fragment's outer parameters and buffers.
         norm_squared: The squared norm of the outer gradient.
-        changed: The fragment's buffers that changed since its last landing, with one bit for each
+        changed: The fragment's buffers that have changed since its last landing, with one bit per
             buffer.
         finite: True if the outer gradient is finite.
         step_time: The duration of an inner step in seconds, rounded to three digits, or 0 if
@@ -93,11 +93,11 @@ class Control(NamedTuple):
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
-        """Merges the control vectors of a group's ranks, so all shards of a fragment make the same
-        decisions.
+        """Merges the control vectors of a group's ranks so that the same decisions apply to all
+        shards of a fragment.
 
-        A buffer has changed in a group if it has changed on any rank, and the first rank sends it.
-        A group has trained if all its ranks have trained.
+        A buffer has changed in a group if it has changed on any rank. The first rank sends the
+        buffer. A group has trained if all of its ranks have trained.
         """
         weight = 0
         if all(rank.weight for rank in ranks):
@@ -117,11 +117,12 @@ class Count(NamedTuple):
     """The weights of groups in a mean, and the groups that are left out.
 
     Attributes:
-        factors: The groups that count, in order, with the factors of their outer gradients. The
+        factors: The groups that count, in order, with the factors for their outer gradients. The
             mean is the sum of the products divided by the number of these groups. A factor of 1
             leaves every bit unchanged.
         outlying: The groups that the guard leaves out.
-        wrong_buffers: The groups that count, but without their buffers, which are too large.
+        wrong_buffers: The groups that count without their buffers, because the buffers are too
+            large.
 
     Examples:
         >>> gradients, count = (3.0, 100.0, 5.0), Count({0: 1.0, 2: 1.0}, outlying=(1,))
@@ -139,14 +140,14 @@ def plain(controls: Sequence[Control]) -> Count:
 
 
 def by_training(weights: Mapping[int, int]) -> dict[int, float]:
-    """Returns the factors of groups, given the number of inner steps that each group trained."""
+    """Returns the factors for groups, given the number of inner steps that each group trained."""
     total = sum(weights.values())
     # In this order, whole numbers are divided, so the result is exactly 1 if the weights are equal.
     return {group: len(weights) * weight / total for group, weight in weights.items()}
 
 
 WeighingState = Any
-"""The state of a `Weighing` for a fragment as JSON, which only the weighing interprets."""
+"""The JSON state of a `Weighing` for a fragment, which only the weighing itself interprets."""
 
 
 class Weighing(ABC):
@@ -172,7 +173,7 @@ class Weighing(ABC):
         """Returns the state of a fragment before its first launch. The default is None.
 
         Args:
-            groups: Number of worker groups.
+            groups: The number of worker groups.
         """
         return None
 
@@ -181,15 +182,15 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: The control vectors of all groups. A group must not count if it is not finite
-                or if its weight is 0.
+            controls: The control vectors of all groups. A group must not count if its outer
+                gradient is not finite or if its weight is 0.
             state: The state of the fragment.
         """
 
     def heard(
         self, controls: Sequence[Control], state: WeighingState, count: Count
     ) -> WeighingState:
-        """Returns the state after the landing. The default keeps the state.
+        """Returns the state after the landing. By default, the state does not change.
 
         Args:
             controls: The same as for `count`.
@@ -202,11 +203,11 @@ class Weighing(ABC):
         """Returns the state of a fragment whose parameters come from other fragments. The default
         is a new state.
 
-        The model is divided again if parameters are frozen or become trainable, or if a run
-        restarts.
+        The model is divided into fragments again if parameters are frozen or become trainable, or
+        if a run restarts.
 
         Args:
-            states: The states of the fragments that contained the parameters.
+            states: The states of the fragments that previously contained the parameters.
             groups: The number of worker groups, which is unchanged.
         """
         return self.start(groups)
@@ -221,8 +222,8 @@ class Aggregation(Weighing):
 
     Args:
         clip_norm: The norm to which longer outer gradients are scaled down. None disables clipping.
-        guard: A group is left out if its norm is more than this many times the usual norm; see
-            `outlying`. None disables the guard.
+        guard: The factor by which a group's norm may exceed its usual norm before the group is left
+            out; see `outlying`. None disables the guard.
     """
 
     clip_norm: float | None = None
@@ -306,12 +307,12 @@ def _pasts(state: Sequence[object], part: str = "") -> dict[int, Past]:
 
 
 class Weighed(NamedTuple):
-    """The states of a weighing, stored by parameter names so they survive a new partition.
+    """The states of a weighing, keyed by parameter names so that they survive a new partition.
 
     Attributes:
         weighing: The weighing as text.
-        groups: Number of worker groups.
-        states: The states of the fragments, by the names of their parameters.
+        groups: The number of worker groups.
+        states: The states of the fragments, keyed by the names of their parameters.
     """
 
     weighing: str
@@ -328,8 +329,8 @@ class Weighed(NamedTuple):
             if not set(names_before).isdisjoint(names)
         }
         all_were_weighed = set(names) <= set[str]().union(*sources)
-        # If the number of groups differs, the groups differ. Parameters that were frozen have no
-        # norms.
+        # If the number of groups differs, the groups are not the same. Parameters that were frozen
+        # have no norms.
         if not all_were_weighed or text != self.weighing or groups != self.groups:
             return weighing.start(groups)
         if tuple(names) in sources:

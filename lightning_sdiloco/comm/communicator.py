@@ -2,7 +2,7 @@
 
 Plain values are None, booleans, numbers, strings, bytes, tensors, and lists, tuples, sets and
 dictionaries of these. Values are sent as JSON, followed by the raw bytes of their tensors. Received
-data is never executed. A named tuple arrives as a plain tuple, and the caller converts it back.
+data is never executed. A named tuple arrives as a plain tuple, which the caller converts back.
 """
 
 import json
@@ -58,7 +58,7 @@ class Communicator:
         group = self.process_group
         if group is None:
             return 0
-        # If each device has its own backend, all of them are added up.
+        # If each device has its own backend, the counts of all backends are added up.
         backends: set[Any] = {group._get_backend(device) for device in group._device_types}
         with suppress(RuntimeError):
             return sum(backend._get_sequence_number_for_group() for backend in backends)
@@ -76,15 +76,15 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Gathers and stacks the tensors of all ranks. Gradients flow back to the corresponding
-        ranks.
+        """Gathers and stacks the tensors of all ranks. Gradients flow back to the ranks that the
+        tensors came from.
         """
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends row i of the tensor to rank i and returns the rows received from all ranks,
-        stacked.
+        """Sends row i of the tensor to rank i and returns a stack of the rows received from all
+        ranks.
         """
         if self.size == 1:
             return tensor
@@ -95,7 +95,7 @@ class Communicator:
 
     def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Sends one part to each rank and returns the parts received from all ranks. Parts are flat
-        tensors of the same dtype, and `sizes` are the sizes of the received parts.
+        tensors of the same dtype, and `sizes` contains the sizes of the received parts.
         """
         if self.size == 1:
             return list(parts)
@@ -145,8 +145,8 @@ class Communicator:
             tensor.copy_(staged)
 
     def channel(self, engine: int) -> "Communicator":
-        """Returns a communicator among the same ranks that is reserved for one engine on gloo and
-        shared on other backends.
+        """Returns a communicator among the same ranks. On gloo, the communicator is reserved for
+        one engine. On other backends, engines share the communicator.
         """
         if self.process_group is not None and self.is_on_host and self.size > 1:
             return MessageCommunicator(self.process_group, engine)
@@ -163,7 +163,7 @@ _FIRST_TAG = 1 << 30
 
 
 class MessageCommunicator(Communicator):
-    """A communicator that sends tagged messages, so that several threads can share a gloo process
+    """A communicator that sends tagged messages so that multiple threads can share a gloo process
     group.
 
     Tags are needed because gloo matches collectives by the order in which a rank starts them, and
@@ -242,7 +242,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """A differentiable `Communicator.all_to_all`, which supports second derivatives."""
+    """A differentiable version of `Communicator.all_to_all` that also supports second
+    derivatives.
+    """
 
     @staticmethod
     def forward(ctx: _Context, tensor: Tensor, communicator: Communicator) -> Tensor:
@@ -321,7 +323,7 @@ _COLLECTIONS: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 
 
 class _Buffers:
-    """The raw bytes that follow the JSON, in the same order."""
+    """The raw bytes that follow the JSON, in the order in which the JSON describes them."""
 
     def __init__(self, remaining: memoryview) -> None:
         self._remaining = remaining
@@ -366,8 +368,8 @@ def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """Returns an uninitialised host tensor that a device can access directly."""
     if device.type == "cpu":
         return new_vector(prod(shape), device, dtype).view(tuple(shape))
-    # torch keeps freed pages for the next tensor of that size: locking pages takes longer than a
-    # copy.
+    # torch keeps freed pages for the next tensor of the same size, because locking pages takes
+    # longer than a copy.
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

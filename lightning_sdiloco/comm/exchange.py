@@ -1,5 +1,5 @@
-"""Exchanges of messages between worker groups. Each group sends one message to every other group
-and receives one from each.
+"""Exchanges of messages between worker groups. Each group sends one message to, and receives one
+message from, every other group.
 """
 
 import math
@@ -63,7 +63,7 @@ class Exchange(ABC, Generic[Posted]):
         """Starts sending messages and returns immediately.
 
         Args:
-            messages: One message of flat bytes for each group.
+            messages: One message for each group, as flat bytes.
             sizes: The length of the incoming message from each group. None means that all incoming
                 messages are as long as this group's message, and () means that `collect` receives
                 the lengths.
@@ -130,7 +130,7 @@ class DirectExchange(Exchange[_Travelling]):
     group per direction.
 
     Exchanges may share process groups if they differ in ``tag`` (0 or 1) or in ``engine``, because
-    gloo delivers a message only to a receiver that waits for the same tag.
+    gloo delivers a message only to a receiver that is waiting for the same tag.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DirectExchange(Exchange[_Travelling]):
         self._pacing = pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
-        # For each other group, the process groups for sending to it and for receiving from it.
+        # For every other group, the process groups for sending to it and for receiving from it.
         self._ways: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         for group in range(self._group):
             self._ways[group] = (down, up)
@@ -213,8 +213,9 @@ class DirectExchange(Exchange[_Travelling]):
         self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None
     ) -> list[Tensor]:
         if sizes is not None:
-            # An arrival is noticed only while this rank waits for that message. So the wait for the
-            # group that was last in the previous round comes last and delays no other.
+            # An arrival is noticed only while this rank waits for that message. This rank therefore
+            # waits last for the group whose message arrived last in the previous round, which
+            # delays no other wait.
             groups = sorted(self._ways, key=lambda group: group == self._latest)
             self._receive(posted, groups, sizes)
         if posted.failure is not None:
@@ -267,15 +268,15 @@ class DirectExchange(Exchange[_Travelling]):
 # Messages of any size
 
 # A header of eight bytes contains the length of a message and the rate at which the receiver's last
-# message arrived. These are the bits for the length, and for the rate in kB/s.
+# message arrived. These are the numbers of bits for the length and for the rate in kB/s.
 _LENGTH_BITS = 40
 _RATE_BITS = 23
 _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[object, object]]):
-    """An exchange of messages whose sizes differ between groups. A second exchange carries their
-    lengths.
+    """An exchange of messages whose sizes differ between groups. A second exchange carries the
+    lengths of the messages.
     """
 
     def __init__(self, lengths: AnyExchange, messages: AnyExchange) -> None:
@@ -292,7 +293,7 @@ class VaryingExchange(Exchange[tuple[object, object]]):
         self.bytes_received = messages.bytes_received
         self._lengths = lengths
         self._messages = messages
-        # By group, in bytes per second; 0 if unknown.
+        # The rate for each group in bytes per second, or 0 if unknown.
         self._received = [0.0] * messages.num_groups
 
     @override
@@ -359,14 +360,15 @@ def _unpacked(head: Tensor) -> tuple[int, float]:
 
 
 _Table = dict[int, dict[int, Sequence[Tensor]]]
-"""The messages that groups send, by round number and sending group."""
+"""The messages that groups send, keyed by round number and sending group."""
 
 
 class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     """An exchange between worker groups in the same process. Each group has its own instance.
 
     A table per engine holds the messages until all groups have collected them. Collecting before
-    all groups have posted is an error. The groups share one thread, so waiting would deadlock.
+    all groups have posted is an error, because the groups share one thread and waiting would
+    deadlock.
     """
 
     def __init__(
@@ -393,8 +395,8 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     ) -> tuple[int, Sequence[Tensor]]:
         number = self._posted
         self._posted += 1
-        # One entry for each group that has posted; `collect` adds one for each group that has taken
-        # the messages.
+        # The table has one entry for each group that has posted. `collect` adds one for each group
+        # that has taken the messages.
         self._table[number][self._group] = messages
         return number, messages
 
@@ -422,7 +424,7 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
 # From device to device
 
-# In seconds; short compared with a message and long compared with a poll.
+# In seconds. Short compared with the transfer of a message and long compared with a poll.
 _BETWEEN_LOOKS = 0.001
 
 
@@ -460,7 +462,7 @@ class _OnDevice(NamedTuple):
 class DeviceExchange(Exchange[_OnDevice]):
     """An exchange that sends directly from device to device. The host only polls for completion.
 
-    All messages of a flight are sent in a single group call of the backend. Such a call cannot
+    All messages of a flight are sent in a single group call to the backend. Such a call cannot
     deadlock, regardless of the order of sends and receives. The backend matches messages by the
     order in which ranks post them, so each exchange needs a separate process group. Both hops of a
     flight use the same exchange from a single thread.
@@ -475,8 +477,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     sending. Until then, an operation that synchronizes the whole device, such as loading a kernel
     for the first time, waits for the peer. Messages are therefore sent in `collect`, in the same
     order on all ranks. When `collect` is called, the control vectors of all groups have arrived, so
-    all messages are ready. Hops of two flights that start in different orders deadlock. Two engines
-    have no common order, so only one of them may have a channel at a time.
+    all messages are ready. If ranks start the hops of two flights in different orders, the flights
+    deadlock. Two engines have no common order, so only one of them may have a channel at a time.
     """
 
     learns_sizes = False
@@ -569,8 +571,8 @@ class DeviceExchange(Exchange[_OnDevice]):
                 time.sleep(_BETWEEN_LOOKS)
         for work in works:
             try:
-                # See [Note: the stream never waits for another rank]. A failed transfer is also
-                # complete; it raises here.
+                # See [Note: the stream never waits for another rank]. A failed transfer also counts
+                # as complete and raises its error here.
                 work.wait()
             except RuntimeError as error:
                 raise self._gone(error) from error
@@ -578,8 +580,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     def _give_up(self, posted: _OnDevice) -> None:
         # The device may still read and write these tensors, so their memory must not be reused.
         self._given_up.append(posted)
-        # Without this, the device would be busy with them until torch ends the process. Aborting
-        # may take a long time, so nothing waits for it.
+        # Without the abort, the device would be busy with these tensors until torch ends the
+        # process. Aborting may take a long time, so nothing waits for it.
         abort = getattr(self._process_group, "abort", None)
         if abort:
             threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()

@@ -11,10 +11,11 @@ connection to its share of the bandwidth.
 
 After each message, the bandwidth of the link is estimated from the kernel's counters. If packets
 were queued or lost, the rate is reduced in proportion. Otherwise, the rate rises in growing steps.
-A rate that is too low is therefore corrected soon, and the link's bandwidth may change at any time.
+A rate that is too low is therefore corrected quickly, and the link's bandwidth may change at any
+time.
 
-gloo opens the connections in this process. Connections can be found only on Linux, so other systems
-do not pace messages.
+gloo opens the connections in this process. Connections can be found only on Linux, so messages are
+not paced on other systems.
 """
 
 import os
@@ -44,23 +45,23 @@ the link's queue."""
 _QUEUE_S = 0.015
 _QUEUE_SHARE = 0.03
 _LOST_SHARE = 0.005
-"""The limits for queueing time (in seconds and as a share of the transfer) and for packet loss. A
+"""The limits on queueing time (in seconds and as a share of the transfer) and on packet loss. A
 rate that exceeds one of these limits is too high."""
 
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""The relative increase of a rate before its first reduction, the increase after a reduction
+"""The relative increase in a rate before its first reduction, the increase after a reduction
 (doubled each time), and the maximum increase."""
 
 _MOST = 1.25
 _LEAST = 1.05
-"""The upper bound of the rate as a multiple of the delivered rate, and the lower bound as a
+"""The upper bound on the rate as a multiple of the delivered rate, and the lower bound as a
 multiple of the sent rate."""
 
 _REMEMBERED = 8
-"""The number of recent hops to compare. Queueing or loss in all of these hops is not caused by the
-rate."""
+"""The number of recent hops to compare. Queueing or loss that occurs in all of these hops is not
+caused by the rate."""
 
 
 class Counters(NamedTuple):
@@ -74,7 +75,7 @@ class Counters(NamedTuple):
     on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns the difference from an earlier reading. Round trips and speed keep their current
+        """Returns the change since an earlier reading. Round trips and speed keep their current
         values.
         """
         busy_s = self.busy_s - before.busy_s
@@ -99,8 +100,7 @@ class Connection(NamedTuple):
     def of_process() -> "set[Connection]":
         connections = set[Connection]()
         descriptors = Path("/proc/self/fd")
-        # With a default timeout, inspecting a socket would make it non-blocking for its owner as
-        # well.
+        # With a default timeout, inspecting a socket would also make it non-blocking for its owner.
         if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
             return connections
         for name in os.listdir(descriptors):
@@ -131,7 +131,7 @@ class Connection(NamedTuple):
         )
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Limits the rate of the connection. None leaves the rate to congestion control."""
+        """Limits the connection's rate. None leaves the rate to congestion control."""
         rate = _UNLIMITED
         if bytes_per_s is not None:
             rate = max(1, int(bytes_per_s))
@@ -152,7 +152,9 @@ class Connection(NamedTuple):
 
 
 def _is_connection(descriptor: int) -> bool:
-    """Returns whether a socket is a TCP connection. Raises OSError if it is not connected."""
+    """Returns whether a socket is a TCP connection. Raises OSError if the socket is not
+    connected.
+    """
     with socket.socket(fileno=os.dup(descriptor)) as opened:
         opened.getpeername()
         is_internet = opened.family in (socket.AF_INET, socket.AF_INET6)
@@ -168,7 +170,7 @@ class Sent(NamedTuple):
 
     @staticmethod
     def over(connections: Sequence[Counters]) -> "Sent":
-        """Summarizes the counters of the connections that carried a set of messages."""
+        """Combines the counters of the connections that carried a set of messages."""
         packets = sum(counters.packets for counters in connections)
         sent_again = sum(counters.sent_again for counters in connections)
         return Sent(
@@ -183,7 +185,7 @@ class Sent(NamedTuple):
 
 
 class Pace:
-    """The adaptive sending rate of a rank.
+    """A rank's adaptive sending rate.
 
     Attributes:
         bytes_per_s: The combined rate of all connections, or None if congestion control sets the
@@ -196,22 +198,22 @@ class Pace:
         self._last: deque[Sent] = deque(maxlen=_REMEMBERED)
 
     def learn(self, sent: Sent) -> None:
-        """Updates the rate from the measurements of messages sent at the current rate."""
+        """Updates the rate based on measurements of messages that were sent at the current rate."""
         if sent.seconds < _SHORTEST_S:
             return
         queued_s = sent.queued_s
         lost = sent.lost
         self._last.append(sent)
         if len(self._last) == _REMEMBERED:
-            # The minimum of queueing and loss does not depend on the rate of sending.
+            # The minimum queueing time and loss do not depend on the sending rate.
             queued_s -= min(hop.queued_s for hop in self._last)
             lost -= min(hop.lost for hop in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
             if too_fast:
-                # A first rate that is too high costs less than one that is too low: messages then
-                # travel as if unpaced. After a loss, connections may end at a fraction of their
-                # speed.
+                # A first rate that is too high costs less than a first rate that is too low,
+                # because messages then travel as if they were not paced. After a loss, connections
+                # may end at a fraction of their speed.
                 self.bytes_per_s = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             return
         most = _MOST * sent.delivered
@@ -241,13 +243,13 @@ class Pacing:
         self._lock = threading.Lock()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Sets the rate of the next messages from measurements of the previous messages. Call this
-        method before sending.
+        """Sets the rate for the next messages based on measurements of the previous messages. Call
+        this method before sending.
         """
         nbytes = sum(sizes)
         if not self._connections or not nbytes:
             return
-        # If a connection is gone, the wait for its message raises the error.
+        # If a connection is gone, waiting for its message raises the error.
         with self._lock, suppress(OSError):
             if nbytes >= _SHORTEST:
                 self._learn()
@@ -266,7 +268,7 @@ class Pacing:
         before = self._before or counters
         self._before = counters
         since = [after.since(then) for then, after in zip(before, counters, strict=True)]
-        # Connections that carried less had only control vectors, or no message.
+        # Connections that carried less carried only control vectors, or no messages at all.
         least = max(counters.nbytes for counters in since) / 4
         carriers = [counters for counters in since if counters.nbytes > least]
         if carriers:

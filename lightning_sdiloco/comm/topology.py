@@ -61,7 +61,7 @@ class GroupLayout:
 
     @property
     def group_size(self) -> int:
-        """The number of ranks in a group (G), which equals the number of shards of a fragment."""
+        """The number of ranks in a group (G), which equals the number of shards per fragment."""
         return self.world_size // self.worker_groups
 
     def group_of(self, rank: int) -> int:
@@ -125,8 +125,8 @@ def require_backend(backend: str | None) -> None:
 
 
 class SharedGloo:
-    """A factory for gloo process groups that share one gloo device, meaning a thread and a
-    listening address.
+    """A factory for gloo process groups that share one gloo device, which consists of a thread and
+    a listening address.
 
     gloo gives each process group a thread that wakes up a hundred times a second, even if nothing
     is sent. Eight such threads use as much processor time as all flights of a large model. Process
@@ -149,7 +149,7 @@ class SharedGloo:
 
     def process_group(self, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
         """Creates a process group. All ranks of the world must call this method at the same time,
-        as for ``dist.new_group``.
+        as with ``dist.new_group``.
         """
         return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
 
@@ -180,13 +180,13 @@ def devices_of(backend: object) -> list[object]:
 
 
 def _alone() -> AnyExchange:
-    """Returns the exchange of a single group."""
+    """Returns the exchange for a single group."""
     return InProcessExchange.connect(1)[0]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The position of a rank in its group and the world, with all of its connections.
+    """The position of a rank in its group and in the world, with all of the rank's connections.
 
     Attributes:
         num_groups: The number of worker groups.
@@ -196,7 +196,7 @@ class Topology:
         world: All ranks.
         peers: The ranks that exchange the same shard, one in each group.
         in_group: The ranks of this group.
-        in_site: The ranks of this group. In a federation, they are connected over gloo.
+        in_site: The ranks of this group. In a federation, these ranks are connected over gloo.
         stages: One communicator among the ranks of this group for each stage of a flight.
         control: The exchange of control vectors between groups.
         progress: The exchange of progress reports between groups.
@@ -208,7 +208,7 @@ class Topology:
         numbers: An iterator over the numbers of engines that share these ranks, in order of
             creation.
         starts: The digests, by rank, of models that started with different values. Engines that
-            share these ranks add to the list.
+            share these ranks add to this list.
     """
 
     num_groups: int = 1
@@ -233,7 +233,7 @@ class Topology:
         """Returns a topology of the same ranks with channels for a new engine. All ranks must call
         this method.
 
-        Engines share process groups and tag their messages differently, so no process group is
+        Engines share process groups and tag their messages differently, so no new process group is
         created.
         """
         if self.exchange.open_channels is not None:
@@ -309,8 +309,8 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None = None,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
-        """Creates the process groups of this rank, or returns the cached ones for this layout. All
-        ranks must call this method.
+        """Creates this rank's topology and process groups, or returns the topology that is cached
+        for this layout. All ranks must call this method.
         """
         key = (layout, timeout, on_device)
         if key not in _topologies or _topologies[key].is_stale():
@@ -356,7 +356,7 @@ class _Inside(NamedTuple):
         backend = None
         if layout.group_size == 1 and world().is_on_host:
             # A rank that forms a group on its own has a process group for callers that request one,
-            # but sends nothing in it.
+            # but sends nothing over it.
             backend = gloo
         in_group = Communicator(_process_group(ranks, backend, timeout))
         in_site = in_group
@@ -365,8 +365,8 @@ class _Inside(NamedTuple):
         # A single rank needs no process group.
         stages = [Communicator() for _ in range(STAGES)]
         if layout.group_size > 1:
-            # Twice the time limit of a flight: a rank whose exchange succeeded waits for one of its
-            # group whose exchange failed.
+            # Twice the time limit of a flight: a rank whose exchange succeeded waits for a rank in
+            # its group whose exchange failed.
             stages = [Communicator(_process_group(ranks, gloo, 2 * timeout)) for _ in stages]
         return _Inside(in_group, in_site, tuple(stages))
 
@@ -390,7 +390,7 @@ class _Between(NamedTuple):
     ) -> "_Between":
         entered: AbstractContextManager[None] = nullcontext()
         if joining:
-            # These process groups listen on a different interface than the earlier ones.
+            # These process groups listen on a different interface from the earlier ones.
             entered = joining()
             gloo = SharedGloo()
         with entered:
@@ -449,7 +449,7 @@ def world() -> Communicator:
 
 
 def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
-    """Returns the world ranks of any process group."""
+    """Returns the world ranks of a process group."""
     return list(dist.get_process_group_ranks(process_group))
 
 
@@ -489,12 +489,12 @@ def _exchanges(
     down = process_group(gloo)
     opened = Connection.of_process() - before
     if len(opened) != 2 * (layout.worker_groups - 1):
-        # Other libraries opened connections as well, or gloo connects later: messages are then
-        # unpaced.
+        # Other libraries have also opened connections, or gloo connects later. Messages are then
+        # not paced.
         opened = set()
     pacing = Pacing(opened)
-    # The second hop uses the connections of the first, because a connection is fastest just after a
-    # message.
+    # The second hop uses the connections of the first hop, because a connection is fastest just
+    # after a message.
     hops = [DirectExchange(up, down, tag, pacing) for tag in range(2)]
     return [control, progress, *hops]
 

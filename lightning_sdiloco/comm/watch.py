@@ -7,13 +7,13 @@ from lightning_sdiloco.comm.topology import Topology
 
 _log = logging.getLogger(__name__)
 
-# Fewer may come from a model that looks at all data before it starts.
+# Fewer batches in a row may come from a model that looks at all data before it starts.
 _IN_A_ROW = 3
 
 
 def is_watched(topology: Topology) -> bool:
-    """Returns whether this rank watches: the first one, if there are worker groups in other
-    processes.
+    """Returns whether this rank watches. Only rank 0 does, and only if there are worker groups in
+    other processes.
     """
     return topology.world.size > 1 and topology.num_groups > 1 and topology.rank == 0
 
@@ -22,12 +22,12 @@ class WorldWatch:
     """A watch that warns once if user code issues collectives over all ranks in several batches in
     a row. The collectives are not replaced.
 
-    [Note: what waits in every batch] A call of ``torch.distributed.all_gather`` without a group,
+    [Note: what waits in every batch] A call to ``torch.distributed.all_gather`` without a group,
     for example in a contrastive loss, makes every worker group wait for the slowest group in every
     batch. Process groups count the collectives that start in them. Callers run `begin` and `end`
-    around code in which neither the engine nor Lightning issues collectives over all ranks, so that
-    only user collectives are counted. Such code runs from the last hook before a training step to
-    the first hook after it, or from one inner step to the next. Only rank 0 watches.
+    around code in which neither the engine nor Lightning issues collectives over all ranks.
+    Only user collectives are therefore counted. Such code runs from the last hook before a training
+    step to the first hook after it, or from one inner step to the next. Only rank 0 watches.
 
     Args:
         advice: The last part of the warning, with advice for the user.
@@ -38,8 +38,8 @@ class WorldWatch:
         self._advice = advice
         self._unit = unit
         self._world = Communicator()
-        # The number of collectives over all ranks when the watch began; None while it is not
-        # watching.
+        # The number of collectives over all ranks when `begin` ran, or None while nothing is
+        # watched.
         self._before: int | None = None
         self._in_a_row = 0
         self._is_over = False

@@ -1,8 +1,9 @@
-"""The compressions, which encode outer gradients for the wire. Each file contains one family.
+"""The compressions, which encode outer gradients for the wire. Each file contains one family of
+compressions.
 
 A compression converts a flat float32 tensor into a uint8 payload of known or limited size, and
 back. Compressions are immutable, and their state is passed in and returned. This package depends
-only on tensors, and not on models, process groups or settings.
+only on tensors, not on models, process groups or settings.
 """
 
 from lightning_sdiloco.compression.base import Compression, State, Traits, weighted_mean

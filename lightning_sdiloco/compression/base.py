@@ -12,12 +12,12 @@ from lightning_sdiloco.memory import new_vector
 
 
 class State(NamedTuple):
-    """The state of a compression for one shard, which is kept between launches.
+    """The state that a compression keeps for one shard between launches.
 
-    A new state takes effect when the flight lands, if the payload counted in the mean.
+    A new state takes effect when the flight lands, provided that the payload counted in the mean.
 
     Attributes:
-        memory: The error of earlier launches as a float32 tensor of the same shape, or None. The
+        memory: The error of earlier launches as a float32 tensor of the shard's shape, or None. The
             error is added to the next outer gradient.
         tuning: Numbers that later launches reuse, such as thresholds, as a float32 tensor of any
             length, or None.
@@ -33,10 +33,11 @@ class Traits(NamedTuple):
     Attributes:
         share: The share of values that each group chooses independently, or 1 if all groups send
             the same values.
-        suits_sums: True if the mean of several groups fits into a payload of the same size. False
-            if every group chooses the values that it sends, because the mean then has more values.
+        suits_sums: True if the mean over the groups fits into a payload of the same size. False if
+            every group chooses the values that it sends, because the mean then contains more
+            values.
         counts_senders: True if the mean of a value is taken over the groups that sent it, as marked
-            by `Compression.places`, instead of all groups.
+            by `Compression.places`, instead of over all groups.
         varies: True if payloads can be shorter than `Compression.wire_bytes`, which is then an
             upper bound.
         remembers: True if the error is stored in `State.memory` and added to the next outer
@@ -60,7 +61,8 @@ class Compression(ABC):
 
     Compressions are immutable, compare by value and contain no tensors. The engine keeps the state
     of a compression between launches. Encoding and decoding use only integer operations and
-    correctly rounded operations, so all groups decode the same bytes to bit-identical values.
+    correctly rounded floating-point operations, so all groups decode the same bytes to
+    bit-identical values.
 
     Implement `wire_bytes`, `encode` and `decode`. A compression that keeps state between launches
     also implements `encode_launch`, which takes and returns a `State`.
@@ -74,15 +76,15 @@ class Compression(ABC):
     """
 
     def __repr__(self) -> str:
-        """Returns the class and its arguments. Ranks compare this text to check that their
-        compressions are equal.
+        """Returns the class and its arguments. Ranks compare this text to check that they all use
+        the same compression.
         """
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact payload size of ``numel`` values in bytes, including scales and
+        """Returns the exact payload size for ``numel`` values in bytes, including scales and
         padding.
         """
 
@@ -108,7 +110,7 @@ class Compression(ABC):
         """
 
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes the values in stretches, so long vectors need little memory.
+        """Decodes the values in stretches so that long vectors need little memory.
 
         By default, the whole vector is a single stretch.
 
@@ -127,12 +129,12 @@ class Compression(ABC):
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Computes the mean of decoded payloads, multiplied by their factors and summed in order.
 
-        By default, payloads are decoded in `stretches`, so decoding needs the memory of a single
-        stretch. With `Traits.counts_senders`, the mean of a value is taken over the groups that
-        have sent it. If no group has sent the value, the mean is 0.
+        By default, payloads are decoded in `stretches`, so decoding needs only the memory of a
+        single stretch. With `Traits.counts_senders`, the mean of a value is taken over the groups
+        that have sent it. If no group has sent the value, the mean is 0.
 
         Args:
-            sent: The payloads and their factors. Without payloads, the mean is zero.
+            sent: The payloads and their factors. If there are no payloads, the mean is zero.
             out: A contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
@@ -185,8 +187,8 @@ class Compression(ABC):
         return self.encode(gradient), State()
 
     def at(self, step: int, choice: int | None = None) -> "Compression":
-        """Returns the compression for a launch, which is the same object unless it depends on
-        random numbers or on the sender.
+        """Returns the compression for a launch. The result is this object unless the encoding
+        depends on random numbers or on the sender.
 
         Args:
             step: The inner step of the launch.
@@ -195,13 +197,13 @@ class Compression(ABC):
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns the index of the code that a sender uses for a launch. It is 0 if there is only
-        one code.
+        """Returns the index of the code that a sender uses for a launch. The index is 0 if there is
+        only one code.
 
         Args:
             numel: The number of values.
             bytes_per_s: The bandwidth of the sender's link to each receiver, or 0 if unknown.
-            overlap_s: The seconds from launch to landing, or NaN if unknown.
+            overlap_s: The number of seconds from launch to landing, or NaN if unknown.
         """
         return 0
 
@@ -209,7 +211,7 @@ class Compression(ABC):
 def weighted_mean(
     parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None
 ) -> Tensor:
-    """Returns the mean of decoded outer gradients, multiplied by their factors. May work in place.
+    """Returns the mean of decoded outer gradients, multiplied by their factors. May overwrite them.
 
     Args:
         parts: The outer gradients and their factors, in the order of summation.
@@ -229,16 +231,16 @@ def weighted_mean(
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
-    """Divides a sum in place by the number of groups, unless this is 0, and returns the sum."""
+    """Divides a sum in place by the number of groups, unless this number is 0, and returns the
+    result.
+    """
     if groups == 0:
         return total
     return total.div_(total.new_full((), groups))
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to process at a time. On a CPU, this number of values fits into the
-    cache.
-    """
+    """Returns how many values to process at a time. On a CPU, that many values fit in the cache."""
     if device.type == "cpu":
         return 1 << 17
     return 1 << 23

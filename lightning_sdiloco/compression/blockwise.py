@@ -1,12 +1,12 @@
 """Compressions with one scale per block of values and a few bits per value.
 
 A payload of ``numel`` values consists of the scales of ``ceil(numel / block)`` blocks, followed by
-the codes with ``bits`` bits per value. Payloads are not padded to whole blocks, and blocks are
-independent of each other. Long vectors are encoded and decoded in chunks of blocks, so intermediate
-values fit into the processor's cache.
+the codes, with ``bits`` bits per value. Payloads are not padded to whole blocks, and blocks are
+independent of each other. Long vectors are encoded and decoded in chunks of blocks so that
+intermediate values fit into the processor's cache.
 
 Bits are compared as whole numbers, and products and quotients are correctly rounded, so every
-processor produces the same codes. `fp4` has a separate file, because it is also implemented in C.
+processor produces the same codes. `fp4` is in a separate file, because it is also implemented in C.
 """
 
 from abc import abstractmethod
@@ -31,18 +31,22 @@ class Blockwise(Compression):
     Subclasses encode and decode whole blocks.
 
     Attributes:
-        block: The number of values that share a scale, which is a multiple of 32.
-        bits: The number of bits of a code: 2, 4 or 8.
+        block: The number of values that share a scale. Must be a multiple of 32.
+        bits: The number of bits in a code: 2, 4 or 8.
         scale: The dtype of a scale.
 
     Examples:
-        >>> class Signs(Blockwise): ...     # The signs of 32 values, in one byte each, and the
-        largest magnitude. ...     block, bits, scale = 32, 8, torch.float32 ...     def
-        encode_blocks(self, values): ...         return values.abs().amax(1), values > 0 ...     def
-        decode_blocks(self, scales, codes): ...         return (codes * 2.0 - 1) * scales[:, None]
-        >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32) >>>
-        Signs().decode(Signs().encode(values), decoded) >>> Signs().wire_bytes(32),
-        decoded[:2].tolist() (36, [3.0, -3.0])
+        >>> class Signs(Blockwise):
+        ...     # The signs of 32 values, in one byte each, and the largest magnitude.
+        ...     block, bits, scale = 32, 8, torch.float32
+        ...     def encode_blocks(self, values):
+        ...         return values.abs().amax(1), values > 0
+        ...     def decode_blocks(self, scales, codes):
+        ...         return (codes * 2.0 - 1) * scales[:, None]
+        >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32)
+        >>> Signs().decode(Signs().encode(values), decoded)
+        >>> Signs().wire_bytes(32), decoded[:2].tolist()
+        (36, [3.0, -3.0])
     """
 
     block: ClassVar[int]
@@ -75,13 +79,13 @@ class Blockwise(Compression):
         """
 
     def pad(self, values: Tensor) -> Tensor:
-        """Pads values to whole blocks with zeros."""
+        """Pads values with zeros to whole blocks."""
         return _padded(values, self.block)
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the payload size: a scale for each whole or partial block, and one byte for ``8 /
-        bits`` values.
+        """Returns the payload size: a scale for each whole or partial block, and one byte for every
+        ``8 / bits`` values.
         """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
@@ -125,11 +129,11 @@ class Blockwise(Compression):
         return self.scale.itemsize * -(-numel // self.block)
 
     def _blocks(self, chunk: slice) -> slice:
-        """Returns the blocks of a chunk of values. The chunk starts with a whole block."""
+        """Returns the blocks of a chunk of values. The chunk must start at a block boundary."""
         return slice(chunk.start // self.block, -(-chunk.stop // self.block))
 
     def _code_bytes(self, chunk: slice) -> slice:
-        """Returns the bytes with the codes of a chunk. The chunk starts with a whole byte."""
+        """Returns the bytes with the codes of a chunk. The chunk must start at a byte boundary."""
         return slice(chunk.start * self.bits // 8, -(-chunk.stop * self.bits // 8))
 
 
@@ -153,12 +157,11 @@ class Leveled(Blockwise):
 
 
 class _Integers(Leveled):
-    """Encodes values as whole numbers of steps of ``top / largest``, from ``-largest`` to
-    ``largest``.
+    """Encodes values as whole multiples of ``top / largest``, from ``-largest`` to ``largest``.
 
-    ``top`` is the largest magnitude of the block, rounded to bfloat16. The lower limit for ``top``
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. The lower limit on ``top``
     ensures that ``top / 127`` is not subnormal, and the upper limit is the largest finite bfloat16.
-    Values are rounded to nearest, with ties to even.
+    Values are rounded to the nearest multiple, with ties to even.
     """
 
     block: ClassVar[int] = 128
@@ -227,8 +230,8 @@ class _Microscaling(Leveled):
     """Small floating-point codes with a power of two for each block, as in the OCP Microscaling
     formats.
 
-    Products with a power of two are exact. Powers are stored as E8M0, which is the exponent of a
-    float32 with a bias of 127.
+    Products with a power of two are exact. Powers are stored as E8M0, which is a float32 exponent
+    with a bias of 127.
     """
 
     scale: ClassVar[torch.dtype] = torch.uint8
@@ -318,9 +321,9 @@ class Int2(Blockwise):
     """A sign and one of two magnitudes, with 32 bits for each block of 128 values (2.25 bits per
     value).
 
-    The magnitudes in a block are split at their mean. The means of the two sets are the two
-    magnitudes of the block. A value is rounded to the nearer magnitude, with ties to the larger. In
-    a block that contains a zero, the lower magnitude is zero, so zeros remain zeros.
+    The magnitudes in a block are split into two sets at their mean. The means of the two sets are
+    the two magnitudes of the block. A value is rounded to the nearer magnitude, with ties to the
+    larger one. In a block that contains a zero, the lower magnitude is zero, so zeros remain zeros.
 
     Examples:
         >>> import torch
@@ -336,8 +339,8 @@ class Int2(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A scale consists of the lower and then the upper magnitude as
-        bfloat16.
+        """Encodes whole blocks. A scale consists of the lower magnitude and then the upper
+        magnitude, both as bfloat16.
         """
         magnitude = magnitude_bits(values)
         means = torch.stack(_two_means(magnitude), dim=1)
@@ -365,8 +368,8 @@ class Int2(Blockwise):
 
 
 def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean of the magnitudes below their mean and the mean of the other magnitudes,
-    computed in float64.
+    """Returns the mean of the magnitudes that are below the overall mean and the mean of the other
+    magnitudes, computed in float64.
     """
     doubles = magnitudes.view(torch.float32).to(torch.float64)
     mean = doubles.mean(1)
@@ -412,14 +415,14 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
-    """Converts rows of bytes, which contain codes, to rows of float32 values."""
+    """Converts rows of bytes that contain codes to rows of float32 values."""
     words = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
     return words.view(torch.float32).view(len(codes), -1)
 
 
 @cache
 def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Returns a table with the values of the codes in every byte, because look-ups are faster than
+    """Returns a table of the values encoded by each possible byte. Look-ups are faster than
     arithmetic.
     """
     bits = len(levels).bit_length() - 1
@@ -429,8 +432,8 @@ def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes that are stored one per byte. Operations on words are much faster than on every
-    other byte.
+    """Packs codes that are stored one per byte. Operations on words are much faster than operations
+    on every other byte.
     """
     if bits == 8:
         return codes

@@ -1,4 +1,4 @@
-"""A compression with which each sender chooses a code from a menu, based on the bandwidth of its
+"""A compression that lets each sender choose a code from a menu, based on the bandwidth of its
 link.
 """
 
@@ -21,12 +21,13 @@ _HEAD_BYTES = 8
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Lets each sender use the first code in a menu that its link can carry in time (FusionLLM).
+    """Lets each sender use the first code in a menu that its link can carry in time, as in
+    FusionLLM.
 
     Each sender chooses independently at each launch. Each payload identifies its code, so all
     groups decode it to bit-identical values. The error of a code with error feedback is added to
-    the next launch, regardless of the next code. While such a memory exists, the errors of other
-    codes are also added to this memory.
+    the next launch, regardless of which code is used next. While such a memory exists, the errors
+    of other codes are also added to this memory.
 
     Args:
         menu: The codes as names or compressions, starting with the preferred code.

@@ -68,7 +68,7 @@ class BFloat16(_Cast):
     """Values rounded to the nearest bfloat16, with ties to even (16 bits per value).
 
     A finite value above the largest bfloat16 (3.39e38) is rounded to the largest bfloat16 instead
-    of infinity.
+    of to infinity.
 
     Examples:
         >>> import torch

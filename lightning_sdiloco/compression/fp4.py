@@ -1,14 +1,14 @@
-"""FP4, with four bits per value: E3M0 codes (sign and three exponent bits) and a scale per block.
+"""FP4, with four bits per value: E3M0 codes (a sign and three exponent bits) and a scale per block.
 
-A payload of ``numel`` values consists of ``ceil(numel / 128)`` tops of 16 bits, followed by
+A payload of ``numel`` values consists of ``ceil(numel / 128)`` 16-bit tops, followed by
 ``ceil(numel / 2)`` bytes of codes. ``docs/decisions/fp4.md`` describes the format byte by byte and
 explains the choices.
 
 [Note: in one pass] On a CPU, ``fp4.c`` does the same work in one pass and computes the mean in an
-eighth of the time. ``hatch_build.py`` compiles this file at build time if there is a C compiler. On
-a GPU, ``fp4_triton.py`` is used if Triton is installed. The torch operations are the reference and
-need neither C nor Triton. Ranks may use different implementations, because a pass is used only if
-its results on a sample are bit-identical to the reference.
+eighth of the time. ``hatch_build.py`` compiles this file at build time if a C compiler is
+available. On a GPU, ``fp4_triton.py`` is used if Triton is installed. The torch operations are the
+reference and need neither C nor Triton. Ranks may use different implementations, because a pass is
+used only if its results on a sample are bit-identical to the reference.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ BLOCK = 128
 
 _EXPONENT = 23  # the position of the exponent in a float32
 
-# With the least top, the lowest level and the threshold below it are not subnormal. A device may
+# With the smallest top, the lowest level and the threshold below it are not subnormal. A device may
 # flush subnormal numbers to zero. The greatest top is the largest finite bfloat16, which is also
 # used for blocks that are not finite.
 _LEAST_TOP = 0x0400
@@ -56,11 +56,11 @@ class FP4(Leveled):
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top``
     is the largest magnitude of the block, truncated to bfloat16. A value is rounded to the nearest
-    level, or to zero below three quarters of the lowest level. Therefore, the error is at most a
-    third of the value, or at most the value itself below ``top * 3/256``.
+    level, or to zero if it is below three quarters of the lowest level. Therefore, the error is at
+    most a third of the value, but below ``top * 3/256``, the error is the value itself.
 
     Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and sums them in
-    float32, but does not specify the scale. This scale was chosen by measurement; see
+    float32, but does not specify the scale. The scale used here was chosen by measurement; see
     ``benchmarks/compression.py``.
 
     Examples:
@@ -116,7 +116,7 @@ class FP4(Leveled):
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. Tops are the bits of finite bfloat16 numbers."""
+        """Encodes whole blocks. The tops are the bits of finite bfloat16 numbers."""
         magnitude = magnitude_bits(values)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # The threshold between two neighbouring levels is 1.5 times the lower level. Therefore, all
@@ -128,7 +128,7 @@ class FP4(Leveled):
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the tops as steps."""
+        """Returns the tops, which are the steps."""
         return from_bfloat16_bits(scales)
 
 
@@ -145,8 +145,8 @@ def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
 
 
 class Passes(NamedTuple):
-    """Single-pass functions for encoding, decoding and the mean on a type of device. Each function
-    writes to its last argument.
+    """Single-pass functions for encoding, decoding and averaging on one type of device. Each
+    function writes to its last argument.
     """
 
     encode: Callable[[Tensor, Tensor], None]
@@ -252,8 +252,8 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
 
 
 def _sample() -> Tensor:
-    """Returns values of many magnitudes. The sample contains zeros of both signs, whole blocks of
-    zeros, blocks of values at both ends of the range, and a partial last block.
+    """Returns a sample of values of many magnitudes. The sample contains zeros of both signs, whole
+    blocks of zeros, blocks of values at both ends of the range, and a partial last block.
     """
     generator = torch.Generator().manual_seed(0)
     normal, exponents = torch.randn(

@@ -1,6 +1,6 @@
 """FP4 on a GPU in one pass over the values, bit-identical to the torch operations of `fp4`.
 
-Only `fp4` imports this module, at its first use of a GPU. torch for GPUs installs Triton.
+Only `fp4` imports this module, when it first uses a GPU. GPU builds of torch install Triton.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, index, unused-ignore"

@@ -24,8 +24,8 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The named compressions. ``"sparse"`` has error feedback. All other names accept a suffix for
-error feedback, as in ``"top_k+memory"``."""
+"""The named compressions. ``"sparse"`` already has error feedback. All other names accept a suffix
+for error feedback, as in ``"top_k+memory"``."""
 
 MEMORY = "+memory"
 """The suffix that adds error feedback to a named compression."""

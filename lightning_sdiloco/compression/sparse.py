@@ -1,4 +1,5 @@
-"""Sparse compressions, which send a few encoded values. All other values are decoded as zero.
+"""Sparse compressions, which send only a few values, in encoded form. All other values are decoded
+as zero.
 
 `TopK` and `Threshold` send the largest values of each block and their positions. `RandomK` and
 `RandomBlock` send random values. All groups pick the same random values, so no positions are sent.
@@ -39,17 +40,17 @@ class TopK(Compression):
     """Sends the largest ``share`` of every block of 4096 values, with 12 bits per position. Another
     compression encodes the values.
 
-    An even number of values of each block is sent, or the whole block. A payload starts with the
-    positions, in ascending order within a block, with two positions in three bytes. The encoded
-    values follow in the same order.
+    For each block, either an even number of values or the whole block is sent. A payload starts
+    with the positions, in ascending order within a block, with two positions packed into three
+    bytes. The encoded values follow in the same order.
 
     Args:
-        share: The share of the values that is sent, above 0 and at most 1.
+        share: The share of values to send, above 0 and at most 1.
         values: The compression of the values that are sent.
-        over: The divisor of the sum of a value. ``"groups"`` divides by the number of groups that
-            count. ``"senders"`` divides by the number of these groups that sent the value, as in
-            SparseLoCo's code (arXiv 2508.15706). ``"senders"`` needs a smaller outer learning rate
-            and does not work with two shots.
+        over: The divisor for the sum of each value. ``"groups"`` divides by the number of groups
+            that count. ``"senders"`` divides by the number of these groups that sent the value, as
+            in SparseLoCo's code (arXiv 2508.15706). ``"senders"`` needs a smaller outer learning
+            rate and does not work with two-shot exchanges.
 
     Raises:
         ValueError: If ``share`` or ``over`` is out of range, or if ``values`` is not a compression.
@@ -167,8 +168,8 @@ class TopK(Compression):
             start = end
 
     def _number_sent(self, size: int) -> int:
-        """Returns the number of sent values of a block. The number is even, so the positions of the
-        next block start at a byte boundary.
+        """Returns the number of values to send from a block. The number is even so that the
+        positions of the next block start at a byte boundary.
         """
         # The share is parsed from its decimal form, because 0.03 as a float is not exactly 3 %.
         number = -(-Fraction(str(self.share)) * size // 1)
@@ -184,8 +185,7 @@ class TopK(Compression):
 
 @dataclass(frozen=True, repr=False)
 class Threshold(TopK):
-    """Sends the values that reach a threshold, but at most as many per block of 4096 values as
-    `TopK`.
+    """Sends the values that reach a threshold, but no more per block of 4096 values than `TopK`.
 
     With ``least``, the threshold is a multiple of the block's mean magnitude. Smaller values are
     sent as zeros, so ``share`` determines the size of every payload.
@@ -193,20 +193,21 @@ class Threshold(TopK):
     With ``every``, each block keeps its threshold for that many launches. The threshold is the
     smallest value that an exact top-k of ``share`` chooses in the first of these launches (DCT,
     arXiv 2010.08899). Smaller values are not sent, so payloads shrink together with outer
-    gradients, and ``share`` is an upper bound. The thresholds change at a landing if the group
+    gradients, and ``share`` is an upper bound. New thresholds take effect at a landing if the group
     counts in the mean. Checkpoints contain the thresholds. A launch without thresholds chooses new
-    thresholds.
+    ones.
 
     With `ErrorFeedback`, small values accumulate until they reach the threshold.
 
     Args:
         share: The largest share of values to send, above 0 and at most 1.
         values: The compression of the values that are sent.
-        least: The smallest magnitude to send, as a multiple of the block's mean magnitude. It must
-            be at least 0.
+        least: The smallest magnitude to send, as a multiple of the block's mean magnitude. Must be
+            at least 0.
         every: The number of launches for which a threshold is kept, at least 1. Pass either
             ``every`` or ``least``.
-        over: The divisor, as in `TopK`. With ``least``, a group that sends a zero is not a sender.
+        over: The divisor, as in `TopK`. With ``least``, a group that sends a zero does not count as
+            a sender.
 
     Raises:
         ValueError: If an argument is out of range, if ``values`` is not a compression, or if
@@ -371,7 +372,7 @@ def _stretches(numel: int, device: torch.device) -> Iterator[slice]:
 
 
 def _largest(magnitudes: Tensor, number: int) -> Tensor:
-    """Returns the positions of the largest magnitudes of every row."""
+    """Returns the positions of the largest magnitudes in every row."""
     size = magnitudes.size(1)
     groups = size // _GROUP
     if size % _GROUP or number * 2 > groups:
@@ -387,12 +388,12 @@ def _largest(magnitudes: Tensor, number: int) -> Tensor:
 
 
 def _packed_bytes(count: int) -> int:
-    """Returns the number of bytes for ``count`` positions."""
+    """Returns the number of bytes that ``count`` packed positions take."""
     return -(-count * 3 // 2)
 
 
 def _packed(positions: Tensor) -> Tensor:
-    """Packs positions within blocks, with two positions in three bytes."""
+    """Packs positions within blocks, storing two positions in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
     triples = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1)
@@ -509,13 +510,14 @@ class _Chance(Compression):
 
 @dataclass(frozen=True)
 class RandomK(_Chance):
-    """Sends a random value from every ``every`` consecutive values, encoded by another compression.
+    """Sends one random value out of every ``every`` consecutive values, encoded by another
+    compression.
 
     The choice depends on the inner step of the launch, so all groups send the same values, and
     every launch sends different values.
 
     Args:
-        every: The number of values from which one value is sent.
+        every: The number of values out of which one is sent.
         values: The compression of the values that are sent.
 
     Raises:
