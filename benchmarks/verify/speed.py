@@ -266,7 +266,7 @@ def of_formats() -> Iterator[Claim]:
         rows[name] += [speeds[way] for way in ways if way in speeds]
     yield Table(COMPRESSION, ["compression", "error / in sum", "encode", "decode"], rows)
     new_memory = speeds["copy_into_new_memory_of_copy"]
-    yield Sentence(COMPRESSION, "which limits even a copy to #", [new_memory])
+    yield Sentence(COMPRESSION, "which slows even a copy down to #", [new_memory])
     int4 = _heavy_tails(errors["int4"])
     fp4 = _heavy_tails(errors["fp4"])
     pattern = "less accurate on heavy-tailed values (# against # to #)"
