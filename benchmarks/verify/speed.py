@@ -69,7 +69,9 @@ def of_headline() -> Iterator[Claim]:
         sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
         probes.append((sent[0] - sent[1]) / 1e6)
     yield Sentence(BENCHMARKS, "at the start of the fit sent # and # MB per rank", probes)
-    yield Sentence(README, "That measurement sent # MB per rank in the run at the top", probes[:1])
+    yield Sentence(
+        README, "In the run at the top of this page, that measurement sent # MB", probes[:1]
+    )
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
