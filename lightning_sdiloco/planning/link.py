@@ -24,7 +24,7 @@ class Link:
     Args:
         gbit_s: The bandwidth in each direction in Gbit/s, shared by all transfers of a group.
         round_trip: The round-trip time to another group in seconds.
-        loss: The share of lost packets, from 0 to below 1.
+        loss: The share of packets that are lost: at least 0 and below 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -65,7 +65,9 @@ class Link:
         return min(self.gbit_s * (1 - self.loss), connections * of_connection)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
-        """Returns the seconds until all groups have received messages sent at the same time."""
+        """Returns the time in seconds until all groups have received messages sent at the same
+        time.
+        """
         rate = self.gbit_s_of(connections) * 1e9 / 8
         elapsed = self.round_trip
         window = rate * self.round_trip if warm else connections * _FIRST_WINDOW
@@ -76,7 +78,9 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Returns whether connections are still at full speed after the given idle seconds."""
+        """Returns whether connections are still at full speed after being idle for this many
+        seconds.
+        """
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 
@@ -88,7 +92,9 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, link: "Link | Line") -> "Line":
-        """Converts a link to a line with equal directions, and returns a line unchanged."""
+        """Converts a link to a line that is the same in both directions, and returns a line
+        unchanged.
+        """
         return link if isinstance(link, Line) else cls(link, link)
 
     @property

@@ -36,8 +36,8 @@ _ROUNDS = 8
 
 
 class Memory(NamedTuple):
-    """The memory that Streaming DiLoCo needs on each rank in addition to ordinary training, in
-    bytes.
+    """The memory in bytes that Streaming DiLoCo needs on each rank in addition to ordinary
+    training.
     """
 
     device_bytes: int
@@ -437,7 +437,7 @@ def play(
 
     Args:
         method: The model, settings and groups.
-        link: The link from a group to the others.
+        link: The link from each group to the others.
         steps: The number of inner steps.
         speeds: The relative speed of each group. At 0.5, a step takes twice the step time.
         absences: The intervals in which groups are absent.

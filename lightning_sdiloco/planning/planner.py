@@ -62,8 +62,8 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 def _least(utilisation: Callable[[float], float], target: float) -> float | None:
     """Finds the lowest bandwidth between 1 kbit/s and 10 Tbit/s that reaches the target, or returns
-    None. ``utilisation`` is a function of the logarithm of the bandwidth. The result is accurate to
-    0.1 %.
+    None if none does. ``utilisation`` is a function of the logarithm of the bandwidth. The result
+    is accurate to 0.1 %.
     """
     low = -6.0
     high = 4.0
@@ -194,7 +194,9 @@ def through_hub(
 
 
 def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
-    """Finds the lowest ``sync_every`` that leaves the hub a margin and every flight enough time."""
+    """Finds the lowest ``sync_every`` that leaves the hub some margin and every flight enough
+    time.
+    """
     for sync_every in SYNC_EVERY:
         if busy <= MARGIN * sync_every * step_time and steps < sync_every:
             return Enough(sync_every, steps)
