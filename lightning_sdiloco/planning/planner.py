@@ -212,7 +212,7 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """The shares, bytes and seconds of two shots on each group's link, in the order of the groups."""
+    """The shares, bytes and seconds of two shots on each group's link, in group order."""
 
     links: tuple[float, ...]
     shares: tuple[float, ...]
