@@ -5,8 +5,8 @@
 * ``ValueError``, including `Refused`: raised before training starts, or when a request is made,
   without changing any state. Correct the setting, the file or the request.
 * `ExchangeError`: raised in the training thread by the call that would land a fragment, because
-  another group disconnected or was too slow. The flight is lost, but the model and the records of
-  all fragments are unchanged. Training cannot continue, but a checkpoint can still be saved.
+  another group has disconnected or is too slow. The flight is lost, but the model and the records
+  of all fragments are unchanged. Training cannot continue, but a checkpoint can still be saved.
 * `AgreementError`: raised by the same call if groups no longer agree. No landing has committed
   values that differ between groups. Resume all groups from one checkpoint.
 
@@ -19,8 +19,8 @@ class ExchangeError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """Raised when worker groups disagree on outer parameters or due fragments, or have non-finite
-    values.
+    """Raised when worker groups disagree on outer parameters or on due fragments, or have
+    non-finite values.
     """
 
 

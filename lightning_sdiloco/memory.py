@@ -1,14 +1,13 @@
-"""Memory for the long vectors of a flight, which is reused for the next flight or returned to the
-system.
+"""Memory for a flight's long vectors, reused for the next flight or returned to the system.
 
 [Note: spare pages] The system fills a new page with zeros, which takes longer than most passes over
 the data. Therefore, the pages of a finished flight are kept for the next flight, up to the size
 that callers request with `SparePages`. If the next flight needs different sizes, spare pages are
 released while new pages are allocated. The total, including spare pages, therefore hardly exceeds
-the largest amount that was ever in use. The margin is sufficient for a few messages. Without a
-margin, these messages would cause the pages of a long vector to be released and allocated again.
-Without spare pages, a launch and its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and
-8.4 million parameters, measured with two processes on one machine.
+the largest amount that was ever in use. The small margin above this amount is enough for a few
+messages. Without it, these messages would cause the pages of a long vector to be released and
+allocated again. Without spare pages, a launch and its landing take 1.4, 1.1 and 1.3 times as long
+with 0.5, 2.1 and 8.4 million parameters, measured with two processes on one machine.
 """
 
 import ctypes
@@ -43,7 +42,7 @@ def give_back_free_memory() -> None:
 
 
 class SparePages:
-    """Keeps unused pages for later vectors for the lifetime of this object."""
+    """Keeps unused pages for later vectors as long as this object exists."""
 
     def __init__(self, size: int) -> None:
         _SPARES.request(id(self), size)
@@ -51,9 +50,9 @@ class SparePages:
 
 
 class _Spares:
-    """A pool of pages, which keeps returned pages as long as a caller requests this.
+    """A pool that keeps returned pages as long as a caller requests this.
 
-    A finalizer can run wherever memory is allocated, even in this class. If the lock is already
+    A finalizer can run wherever memory is allocated, even inside this class. If the lock is already
     held, the finalizer does not keep the pages.
     """
 
@@ -67,7 +66,7 @@ class _Spares:
         self._lock = threading.Lock()
 
     def request(self, caller: int, size: int) -> None:
-        """Records the number of bytes that a caller requests to keep."""
+        """Records the number of bytes that a caller wants to keep."""
         self._requested[caller] = size
         if not size:
             del self._requested[caller]

@@ -19,7 +19,7 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
     not set ``num_nodes``, because Ray determines the nodes.
 
     Raises:
-        ValueError: If nodes have different numbers of workers with ``worker_groups="auto"``.
+        ValueError: If ``worker_groups="auto"`` and nodes have different numbers of workers.
 
     Example:
         In the function that a ``ray.train.torch.TorchTrainer`` runs in each worker::

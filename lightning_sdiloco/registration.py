@@ -3,10 +3,10 @@
 [Note: registered when imported] `Trainer(strategy="streaming_diloco")` requires only `import
 lightning_sdiloco`, before or after the import of either distribution. If a distribution is already
 imported, the names are registered immediately. Otherwise, a finder that precedes Python's finders
-calls these finders, and registers the names once the registry of the distribution has been
-imported. The registered object is a function that imports the strategy when a Trainer requests it.
-A LightningCLI also finds imported classes by their bare names, so importing the CLI module of a
-distribution also imports our module for it.
+calls them, and registers the names once the registry of the distribution has been imported. The
+registered object is a function that imports the strategy when a Trainer requests it. A LightningCLI
+also finds imported classes by their bare names, so importing the CLI module of a distribution also
+imports our module for it.
 """
 
 import sys

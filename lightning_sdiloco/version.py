@@ -1,4 +1,4 @@
-"""The version of the package, which its checkpoints and run configs also contain."""
+"""The version of the package, which is also stored in checkpoints and run configs."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ VERSION = "0.1.0"
 
 
 def require_one_distribution(folder: Path) -> None:
-    """Raises an error if both distributions are installed in a folder of packages.
+    """Raises an error if both distributions are installed in the same folder of packages.
 
     Raises:
         ImportError: If both distributions are installed, because they share files and may differ in

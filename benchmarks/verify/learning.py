@@ -146,7 +146,7 @@ def of_bare_name() -> Iterator[Claim]:
     yield Sentence(README, "Why 1/#?", fractions[:1])
     yield Sentence(README, "instead of 32 gives 1/#", [lengths[0] * 32 / 4])
     numbers = [*fractions[:1], names[0].ours[0]["steps"]]
-    yield Sentence(README, "1/# in the # steps of these fits", numbers)
+    yield Sentence(README, "1/# over the # steps of these fits", numbers)
 
 
 def of_wrong_lengths() -> Iterator[Claim]:

@@ -69,7 +69,9 @@ def of_headline() -> Iterator[Claim]:
         sent = [_end(method, sites)["bytes"] for method in ("bare_name", "streaming_defaults")]
         probes.append((sent[0] - sent[1]) / 1e6)
     yield Sentence(BENCHMARKS, "at the start of the fit sent # and # MB per rank", probes)
-    yield Sentence(README, "That measurement sent # MB per rank in the run at the top", probes[:1])
+    yield Sentence(
+        README, "In the run at the top of this page, that measurement sent # MB", probes[:1]
+    )
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
@@ -266,7 +268,7 @@ def of_formats() -> Iterator[Claim]:
         rows[name] += [speeds[way] for way in ways if way in speeds]
     yield Table(COMPRESSION, ["compression", "error / in sum", "encode", "decode"], rows)
     new_memory = speeds["copy_into_new_memory_of_copy"]
-    yield Sentence(COMPRESSION, "which limits even a copy to #", [new_memory])
+    yield Sentence(COMPRESSION, "which slows even a copy down to #", [new_memory])
     int4 = _heavy_tails(errors["int4"])
     fp4 = _heavy_tails(errors["fp4"])
     pattern = "less accurate on heavy-tailed values (# against # to #)"

@@ -1,6 +1,6 @@
-"""Reports of the first failure, which a failing rank records and all other ranks report.
+"""Reports of the first failure: the failing rank records it, and all other ranks report it.
 
-[Note: the first failure] When a process ends, the processes that wait for it only detect a broken
+[Note: the first failure] When a process ends, the processes that wait for it detect only a broken
 connection. Therefore, a failing rank writes its number and its error to the store of the default
 process group before it ends, unless another rank has already done so. The code in this module never
 waits long and never hides the original error.
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 # The time limit for one query to the store.
 _SECONDS = 3.0
 
-# The time that rank 0 waits until all other ranks have read the record. A longer wait would not
-# help, because some ranks notice the failure only when rank 0 ends.
+# The time that rank 0 waits for all other ranks to read the record. A longer wait would not help,
+# because some ranks notice the failure only when rank 0 ends.
 _READING_SECONDS = 2.0
 
 # All ranks of a program run the same fits in the same order, and each fit has a separate entry.
@@ -38,7 +38,7 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Records the failure of this rank, or reports which other rank failed first."""
+        """Records this rank's failure, or reports which other rank failed first."""
         if self._store is None:
             return
         has_lost_contact = _has_lost_contact(exception)
@@ -78,7 +78,7 @@ class _Look(threading.Thread):
     """A thread that reads the record of the first failure from the store, which may not respond.
 
     Attributes:
-        word: The record of this rank, which is stored if no other rank has stored a record.
+        word: This rank's record, which is stored if no other rank has stored one.
         first_word: The first record of any rank, or None until the store has responded.
         done: Set once the store has responded or failed.
     """

@@ -1,11 +1,11 @@
 """The hosts of a launch, each of which is a site and a separate world.
 
-[Note: a world of each host] If a launcher starts processes on several hosts, it connects all
-processes, and the run ends when one host fails. A site is a separate world. Before any process
-group is created, `make_world` sets the environment variables so that process groups connect only
-the processes of this host. This works for processes that SLURM or a script starts. With torchrun,
-start one torchrun per host, because a torchrun that spans several hosts restarts all processes when
-one process fails.
+[Note: a world of each host] If a launcher starts processes on several hosts, it connects all of
+them, and the run ends when one host fails. A site is a separate world. Before any process group is
+created, `make_world` sets the environment variables so that process groups connect only the
+processes of this host. This works for processes that SLURM or a script starts. With torchrun, start
+one torchrun per host, because a torchrun that spans several hosts restarts all processes when one
+process fails.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ import socket
 from typing import NamedTuple
 
 # The variable passes the launch on to the processes that a script starts. Their other variables
-# describe the world of their host.
+# describe their host's world.
 _LAUNCH = "SDILOCO_LAUNCH"
 
 _LOOPBACK = "127.0.0.1"
@@ -26,12 +26,12 @@ _FIRST_PORT_OF_JOBS = 15_000
 
 
 class Launch(NamedTuple):
-    """The launch of a host, as far as the launcher provides the information.
+    """The launch of a host, as far as the launcher describes it.
 
     Attributes:
         host: The name of this host.
         launcher: ``"SLURM"``, ``"torchrun"`` or ``"script"``.
-        number: The index of this host among all hosts, from 0.
+        number: The index of this host among all hosts, counted from 0.
         hosts: The number of hosts.
         address: The address of the first host.
         port: A free port on the first host.
@@ -54,7 +54,7 @@ def launch_of_host() -> Launch:
         return Launch(*json.loads(passed_on))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _refuse_common_torchrun()
-        # The address and port from torchrun are for the rendezvous of the processes of this host.
+        # The address and port from torchrun are for the rendezvous of this host's processes.
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
         if "SLURM_JOB_NODELIST" in os.environ:
             return _launch_of_slurm()._replace(launcher="torchrun", processes=processes)
@@ -91,7 +91,7 @@ def _host_name() -> str:
 
 
 def _given_address() -> tuple[str | None, int | None]:
-    """Returns the address and port of the first host that the user has set, if any."""
+    """Returns the address and port that the user has set for the first host, if any."""
     port = os.environ.get("MASTER_PORT")
     return os.environ.get("MASTER_ADDR"), None if port is None else int(port)
 
@@ -151,7 +151,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def make_world(launch: Launch, processes: int) -> None:
-    """Makes the processes of this host a separate world; see [Note: a world of each host].
+    """Makes this host's processes a separate world; see [Note: a world of each host].
 
     Args:
         launch: The launch of this host.
@@ -178,7 +178,7 @@ def make_world(launch: Launch, processes: int) -> None:
 
 
 def is_private(host: str) -> bool:
-    """Returns whether all addresses of a host are those of a private network."""
+    """Returns whether all addresses of a host belong to private networks."""
     addresses = [address[0] for *_, address in socket.getaddrinfo(host, 0)]
     return not any(ipaddress.ip_address(address).is_global for address in addresses)
 

@@ -1,9 +1,9 @@
 """The addresses that a rank listens on, and a check that all ranks can reach each other.
 
-gloo uses the interface in ``GLOO_SOCKET_IFNAME``, or otherwise the address of the host name. If
-worker groups have a faster internal network, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface for
-the process groups between worker groups. The interface is not an argument of the strategy because
-it may differ between machines.
+gloo uses the interface in ``GLOO_SOCKET_IFNAME`` or, if it is not set, the address of the host
+name. If worker groups have a faster internal network, ``SDILOCO_EXCHANGE_INTERFACE`` names the
+interface for the process groups between worker groups. The interface is not an argument of the
+strategy because it may differ between machines.
 
 [Note: reachability first] A process group connects its ranks when it is created, or in its first
 collective. If a rank cannot be reached, the process group waits until its timeout, and the error
@@ -43,8 +43,8 @@ def group_address() -> str:
     """Returns the address that gloo listens on for ranks of the same worker group."""
     if os.environ.get(GLOO):
         return _chosen(GLOO)[1]
-    # gloo chooses the first address of the host name that this machine has, or otherwise the
-    # loopback address.
+    # gloo chooses the first address of the host name that this machine has, or the loopback address
+    # if there is none.
     try:
         addresses = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -143,7 +143,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses of a rank, as the rank announces them to all other ranks."""
+    """The addresses that a rank announces to all other ranks."""
 
     host: str
     group: int

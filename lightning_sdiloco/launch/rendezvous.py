@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
 """The time limit in seconds for an address that does not respond. A machine that refuses a
-connection exists, and the program may start later."""
+connection does exist, and its program may start later."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -73,7 +73,7 @@ _OTHER_SCRIPT = (
 
 
 def say_node_rank(node_rank: int) -> str:
-    """Returns advice on the settings for starting every node manually."""
+    """Returns advice on the settings that are needed to start every node manually."""
     return (
         f" This node was started as node {node_rank}. On every node, set NODE_RANK to the number"
         " of the node, counted from 0, and set MASTER_ADDR and MASTER_PORT to the address and"
@@ -96,7 +96,7 @@ class Rendezvous:
         self.address = address
         self._store = store
         self._timeout = timeout
-        # Text that ends the messages of rank 0 while it waits for ranks that have never connected.
+        # Text at the end of rank 0's messages while it waits for ranks that have never connected.
         self._advice = advice
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
@@ -175,7 +175,7 @@ def rendezvous_at(
         rank: The rank of this process.
         world_size: The number of ranks.
         timeout: The time limit for all ranks to connect.
-        advice: Text that ends each warning while a rank waits, and explains the ranks and
+        advice: Text at the end of each warning while a rank waits, which explains the ranks and
             addresses.
     """
     address = f"{host}:{port}"
@@ -261,7 +261,7 @@ def wait_for_store(
         rank: The rank of this process.
         timeout: The time limit while connections to the address are refused.
         patience: The time limit in seconds while the address does not respond at all.
-        advice: Text that ends each warning.
+        advice: Text at the end of each warning.
 
     Raises:
         ValueError: If no store responds within these time limits, or if another program responds.

@@ -1,4 +1,4 @@
-"""Computes transfer times between worker groups from bandwidth, round trip and loss."""
+"""Computes transfer times between worker groups from bandwidth, round-trip time and packet loss."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import NamedTuple
 # 6928).
 _SEGMENT = 1448
 _FIRST_WINDOW = 10 * _SEGMENT
-# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux,
-# starts slowly again.
+# A connection that has been silent for longer than its retransmission timeout, at least 200 ms on
+# Linux, starts slowly again.
 _LEAST_TIMEOUT = 0.2
 
 
@@ -17,14 +17,14 @@ _LEAST_TIMEOUT = 0.2
 class Link:
     """The link from a worker group to all other groups, with the same bandwidth in both directions.
 
-    Packet loss slows TCP down by more than the share of lost packets. The rate of a connection is
-    at most ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997) or the rate of
-    CUBIC, the Linux default (RFC 9438), whichever is higher.
+    Packet loss slows TCP down by more than the share of lost packets. A connection's rate is at
+    most ``1.22 * segment / (round_trip * sqrt(loss))`` (Mathis et al. 1997) or the rate of CUBIC,
+    the Linux default (RFC 9438), whichever is higher.
 
     Args:
-        gbit_s: The bandwidth in each direction in Gbit/s, which all transfers of a group share.
+        gbit_s: The bandwidth in each direction in Gbit/s, shared by all transfers of a group.
         round_trip: The round-trip time to another group in seconds.
-        loss: The share of lost packets, from 0 to below 1.
+        loss: The share of packets that are lost: at least 0 and below 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -65,7 +65,7 @@ class Link:
         return min(self.gbit_s * (1 - self.loss), connections * of_connection)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
-        """Returns the seconds until all groups have received messages that are sent at the same
+        """Returns the time in seconds until all groups have received messages sent at the same
         time.
         """
         rate = self.gbit_s_of(connections) * 1e9 / 8
@@ -78,19 +78,23 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Returns whether connections are still at full speed after a number of idle seconds."""
+        """Returns whether connections are still at full speed after being idle for this many
+        seconds.
+        """
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 
 class Line(NamedTuple):
-    """The link of one group, which may be slower in one direction."""
+    """A group's link, which may be slower in one direction."""
 
     up: Link
     down: Link
 
     @classmethod
     def of(cls, link: "Link | Line") -> "Line":
-        """Converts a link to a line with equal directions, and returns a line unchanged."""
+        """Converts a link to a line that is the same in both directions, and returns a line
+        unchanged.
+        """
         return link if isinstance(link, Line) else cls(link, link)
 
     @property
@@ -103,7 +107,7 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Raises a ValueError with the value and the rule if the value is out of range."""
+    """Raises a ValueError that states the value and the rule if the value is out of range."""
     if not holds:
         raise ValueError(
             f"{name}={value!r} is out of range: it must be {rule}. Choose a different {name}."

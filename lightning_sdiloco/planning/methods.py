@@ -1,4 +1,4 @@
-"""Predicts the bytes that a method sends between groups, its waiting time, and its memory. `play`
+"""Predicts the bytes that a method sends between groups, and its waiting time and memory. `play`
 simulates a run.
 
 Wire bytes, messages, fragments and schedule come from the code that the engine uses. Only time is
@@ -36,8 +36,8 @@ _ROUNDS = 8
 
 
 class Memory(NamedTuple):
-    """The memory that Streaming DiLoCo needs on each rank in addition to ordinary training, in
-    bytes.
+    """The memory in bytes that Streaming DiLoCo needs on each rank in addition to ordinary
+    training.
     """
 
     device_bytes: int
@@ -46,8 +46,8 @@ class Memory(NamedTuple):
 
 
 class DataParallel:
-    """`DistributedDataParallel` over all groups, with gradients reduced in buckets in a ring during
-    the backward pass.
+    """`DistributedDataParallel` over all groups, with gradients ring-reduced in buckets during the
+    backward pass.
     """
 
     def __init__(self, model: Model, groups: Groups) -> None:
@@ -69,8 +69,8 @@ class DataParallel:
 
 
 class _Fragment(NamedTuple):
-    """The sizes of a fragment: its values, the values in a shard, the values in the part that a
-    rank averages, and the bytes of a message in the first and second hop.
+    """The number of values in a fragment, in a shard of it, and in the part that a rank averages,
+    and the bytes of a message in the first and second hop.
     """
 
     numel: int
@@ -86,9 +86,9 @@ class _Fragment(NamedTuple):
 
     @property
     def working(self) -> int:
-        """The background memory of a flight in bytes: an unsent payload, two vectors for decoding
-        and summing payloads, and, with two shots, the mean of the whole shard and the current error
-        of the second rounding.
+        """The memory that a flight needs in the background, in bytes: an unsent payload, two
+        vectors for decoding and summing payloads, and, with two shots, the mean of the whole shard
+        and the current error of the second rounding.
         """
         nbytes = self.message + 2 * FLOAT32 * self.part
         if self.error:
@@ -97,7 +97,8 @@ class _Fragment(NamedTuple):
 
 
 class Streaming:
-    """The engine with given settings. DiLoCo is the special case of one fragment without overlap.
+    """The engine with the given settings. DiLoCo is the special case of one fragment without
+    overlap.
 
     ``bytes_per_step`` is the average number of bytes that a group sends per inner step in a long
     run.
@@ -111,7 +112,7 @@ class Streaming:
         self.schedule = settings.schedule_of(len(self.numels))
         self._partners = _partners(settings, groups)
         self._connections = self._partners * groups.group_size
-        # Parts by bandwidth change how much each group sends, but not the total of all groups.
+        # Parts by bandwidth change how much each group sends, but not the total over all groups.
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
         mixing = settings.chosen_for(groups.groups).landing.kept
         in_rounds = exchange if settings.shares else "gather"
@@ -159,8 +160,8 @@ class Streaming:
 
     @property
     def _phases(self) -> list[tuple[int, int]]:
-        """The values of ``sync_every`` and ``overlap_steps`` after the dense beginning, and then
-        during it.
+        """The values of ``sync_every`` and ``overlap_steps`` after the dense beginning, followed by
+        those during it.
         """
         phases = [(self.settings.sync_every, self.settings.overlap_steps)]
         if self.schedule.dense is not None:
@@ -178,7 +179,7 @@ class Streaming:
         return max(rates) * 8 / self.groups.step_time / 1e9
 
     def utilisation(self, link: Link) -> float:
-        """Returns the share of time that training does not spend waiting in a long run."""
+        """Returns the share of a long run that training does not spend waiting."""
         played = _Play(self, [Line.of(link)], [1.0], idle=[()])
         schedule = replace(self.schedule, dense=None)
         played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
@@ -205,7 +206,7 @@ class Streaming:
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
-        """Returns the bytes of a message to another group at a given rate of the sender's link."""
+        """Returns the bytes of a message to another group if the sender's link has a given rate."""
         codec = self.settings.codec
         shard = self._fragments[fragment].shard
         seconds = self.settings.overlap_steps * self.groups.step_time
@@ -215,9 +216,7 @@ class Streaming:
         return longest - codec.wire_bytes(shard) + chosen_bytes
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
-        """Returns how long a flight keeps the link of each group busy, for both hops and
-        directions.
-        """
+        """Returns how long a flight keeps each group's link busy, for both hops and directions."""
         groups = self.groups
         shard = self._fragments[fragment].shard
         exchange = self.settings.exchange
@@ -244,7 +243,7 @@ class Streaming:
         ]
 
     def _spared_bytes(self, fragment: int, link: Link | None) -> int:
-        """Returns the difference in bytes between the longest message and a message over a link."""
+        """Returns how many bytes shorter a message over a link is than the longest message."""
         rate = 0.0
         if link is not None:
             connections = self.groups.connections
@@ -253,7 +252,7 @@ class Streaming:
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory that the method needs, with the meaning of ``offload="auto"`` on CUDA."""
+        """The memory that the method needs, with ``offload="auto"`` interpreted as on CUDA."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         outer_vectors = self._outer_vectors
         outer = sum(f.shard * FLOAT32 * outer_vectors + f.error for f in self._fragments)
@@ -301,7 +300,7 @@ Method = DataParallel | Streaming
 
 
 def _partners(settings: Settings, groups: Groups) -> float:
-    """Returns the average number of groups that a group sends whole fragments to in a round.
+    """Returns the average number of groups to which a group sends whole fragments in a round.
 
     On a route of pairs, each group sends to one other group. If the number of groups is odd, the
     last group joins a pair.
@@ -314,7 +313,7 @@ def _partners(settings: Settings, groups: Groups) -> float:
 
 
 def _seconds(link: Link, nbytes: int, groups: Groups) -> float:
-    """Returns how long a link is busy if each rank of a group sends a number of bytes."""
+    """Returns how long a link is busy if each rank of a group sends the given number of bytes."""
     if nbytes == 0:
         return 0.0
     return link.seconds(groups.group_size * nbytes, groups.connections) - link.round_trip
@@ -340,7 +339,7 @@ class Costs(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """The seconds for which a flight keeps the link of a group busy, by hop and direction."""
+    """The seconds for which a flight keeps a group's link busy, by hop and direction."""
 
     up: float
     down: float
@@ -380,8 +379,8 @@ def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[
 def _timetable_of(
     launches: Mapping[int, Sequence[int]], schedule: Schedule, steps: int
 ) -> list[tuple[int, bool, int]]:
-    """Lists launches and landings like `_timetable`, given the fragments that each inner step
-    launches.
+    """Lists launches and landings like `_timetable`, given the fragments that are launched after
+    each inner step.
     """
     events = []
     for step, fragments in launches.items():
@@ -402,7 +401,7 @@ def _timetable_of(
 
 @dataclass(frozen=True, order=True)
 class Absence:
-    """An idle interval of a group. All other groups wait for this group at their next landing."""
+    """An interval in which a group is idle. All other groups wait for it at their next landing."""
 
     group: int
     start: float
@@ -413,7 +412,7 @@ class Absence:
 
 
 class Times(NamedTuple):
-    """The times at which a group completed its inner steps, and the time that it waited."""
+    """The times at which a group completed its inner steps, and the time that it spent waiting."""
 
     steps: list[float]
     end: float
@@ -438,14 +437,15 @@ def play(
 
     Args:
         method: The model, settings and groups.
-        link: The link from a group to the others.
+        link: The link from each group to the others.
         steps: The number of inner steps.
         speeds: The relative speed of each group. At 0.5, a step takes twice the step time.
         absences: The intervals in which groups are absent.
         idle: For each group, the inner steps, counted from 1, in which it does not train. These
             steps take no time.
-        links: The link of each group, if links differ. Connections are then at full speed. A
-            compression that depends on the sender's link uses this link from the third flight on.
+        links: The link of each group, if links differ. In this case, connections are assumed to be
+            at full speed. A compression that depends on the sender's link uses this link from the
+            third flight on.
         launches: The fragments that are launched after each inner step, if they differ from the
             schedule.
 
@@ -485,9 +485,7 @@ def _require_one_each(groups: int, sequences: Mapping[str, Sequence[object]]) ->
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
-    """Returns the time at which an inner step is completed, given the absences of its group in
-    order.
-    """
+    """Returns the time at which an inner step is completed, given its group's absences in order."""
     left = step_time
     for absence in absences:
         if begins + left > absence.start and begins < absence.end:
@@ -497,7 +495,7 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 
 
 class _Group:
-    """The clocks of one group, for its training thread and its background."""
+    """A group's clocks for its training thread and its background."""
 
     def __init__(
         self, step_time: float, absences: Sequence[Absence], idle: Collection[int]
@@ -521,7 +519,9 @@ class _Group:
         self.steps: list[float] = []
 
     def train(self, until: int) -> None:
-        """Takes inner steps up to a number, skips idle steps, and pauses during absences."""
+        """Takes inner steps up to a given number, skipping idle steps and pausing during
+        absences.
+        """
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
@@ -579,7 +579,7 @@ class _Play:
             ]
 
     def follow(self, events: Iterable[tuple[int, bool, int]]) -> None:
-        """Trains, and launches and lands fragments as the events specify."""
+        """Trains, launching and landing fragments as the events specify."""
         for step, is_landing, fragment in events:
             for group in self._groups:
                 group.train(step)
@@ -638,7 +638,7 @@ class _Play:
         """Averages a fragment and returns the time at which each group has received the last
         message.
 
-        Each group exchanges with all partners of its leg, at the speed of their slowest link. On a
+        Each group exchanges with all partners in its leg, at the speed of their slowest link. On a
         route of pairs, a leg is a pair. Otherwise, a leg contains all groups.
         """
         settings = self._method.settings
@@ -680,8 +680,8 @@ class _Play:
         return arrival
 
     def _over_lines(self, fragment: int) -> list[float]:
-        """Averages all groups on different links and returns the time of the last message for each
-        group.
+        """Averages all groups on different links and returns the time at which each group receives
+        the last message.
         """
         # A group learns from the second message how long its first one took.
         busy = self._busy[fragment][sum(self._flights) > 1]

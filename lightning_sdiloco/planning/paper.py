@@ -52,7 +52,8 @@ GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
 """The bandwidths in the paper, in Gbit/s: 50 values from 0.1 to 1000 with a constant ratio of 1.207."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations in Table 4, for which a prediction also computes the bandwidth."""
+"""The compute utilisations in Table 4. A prediction also computes the bandwidth for each of
+them."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),

@@ -18,7 +18,7 @@ from lightning_sdiloco.planning.paper import TARGETS
 from lightning_sdiloco.planning.workload import Groups, Model
 
 TARGET = 0.95
-"""The target for the compute utilisation of a recommendation."""
+"""The compute utilisation that a recommendation should reach."""
 
 MARGIN = 0.8
 """The share of the bandwidth that a recommendation may use."""
@@ -35,9 +35,7 @@ _HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
-    """The utilisation and bytes of a method on a link, and the bandwidth for each target
-    utilisation.
-    """
+    """A method's utilisation and bytes on a link, and the bandwidth for each target utilisation."""
 
     utilisation: float
     bytes_per_step: float
@@ -63,9 +61,9 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(utilisation: Callable[[float], float], target: float) -> float | None:
-    """Finds the lowest bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, or returns
-    None. ``utilisation`` is a function of the logarithm of the bandwidth. The result is accurate to
-    0.1 %.
+    """Finds the lowest bandwidth between 1 kbit/s and 10 Tbit/s that reaches the target, or returns
+    None if none does. ``utilisation`` is a function of the logarithm of the bandwidth. The result
+    is accurate to 0.1 %.
     """
     low = -6.0
     high = 4.0
@@ -85,11 +83,10 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
     fragments, and separate fragments with overlap.
 
     Examples:
-        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(),
-        Groups(step_time=0.1))
-        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in
-        methods.items()} {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap':
-        0.974}
+        >>> model, link = Model.of_size(10**9, layers=24), Link(gbit_s=1.0)
+        >>> methods = alternatives(model, Settings(), Groups(step_time=0.1))
+        >>> {name: round(method.utilisation(link), 3) for name, method in methods.items()}
+        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
     """
     at_once = replace(settings, overlap_steps=0)
     return {
@@ -101,9 +98,7 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
 
 
 def candidates(model: Model) -> Iterator[Settings]:
-    """Yields candidate settings for a model, starting with the settings that change training the
-    least.
-    """
+    """Yields candidate settings for a model, starting with those that change training the least."""
     fewest = fewest_blocks(len(find_blocks(model.parameters)))
     blocks_per_fragment = dict.fromkeys(max(layers, fewest) for layers in (3, 6, 12, 1))
     for sync_every, layers, overlap_steps, compression in product(
@@ -117,8 +112,8 @@ def candidates(model: Model) -> Iterator[Settings]:
 def recommend(
     model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None
 ) -> Streaming:
-    """Recommends the first candidate that reaches a utilisation of `TARGET`, or otherwise the best
-    candidate.
+    """Recommends the first candidate that reaches a utilisation of `TARGET`, or the best candidate
+    if none does.
     """
     best: Streaming | None = None
     reached = 0.0
@@ -147,7 +142,7 @@ class Enough(NamedTuple):
 
 
 class HubLoad(NamedTuple):
-    """The load of a federation on its hub, and settings that the hub can support."""
+    """The load that a federation puts on its hub, and settings that the hub can support."""
 
     gbit_s: float
     sites: int
@@ -163,12 +158,13 @@ class HubLoad(NamedTuple):
 def through_hub(
     model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float
 ) -> HubLoad:
-    """Predicts the load of a federation on its hub, and how often fragments can be exchanged.
+    """Predicts the load that a federation puts on its hub, and how often fragments can be
+    exchanged.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
-        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0),
-        gbit_s=1.0)
+        >>> settings, link = Settings(compression="bf16"), Link(gbit_s=1.0)
+        >>> load = through_hub(model, settings, sites, link, gbit_s=1.0)
         >>> load.bytes_in, load.bytes_out, load.share, load.enough
         (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
     """
@@ -181,7 +177,7 @@ def through_hub(
     # The seconds for which a round keeps the hub busy, regardless of how often rounds take place.
     busy = bytes_out * 8e-9 / gbit_s
     way = hub_link(link, groups.groups, gbit_s)
-    # The time from the launch in all sites until each has the payloads of all.
+    # The time from the launch in all sites until each site has all payloads.
     flight = groups.groups * max(payloads) * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
     steps = max(1, math.ceil(flight / groups.step_time))
     return HubLoad(
@@ -198,7 +194,9 @@ def through_hub(
 
 
 def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
-    """Finds the lowest ``sync_every`` with a margin at the hub and enough time for every flight."""
+    """Finds the lowest ``sync_every`` that leaves the hub some margin and every flight enough
+    time.
+    """
     for sync_every in SYNC_EVERY:
         if busy <= MARGIN * sync_every * step_time and steps < sync_every:
             return Enough(sync_every, steps)
@@ -206,7 +204,7 @@ def _enough(busy: float, steps: int, step_time: float) -> Enough | None:
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
-    """Returns the link from a site to its hub, without loss, if all sites use the hub at once."""
+    """Returns the lossless link from a site to its hub while all sites use the hub at once."""
     return Link(min(link.gbit_s_of(HUB_CONNECTIONS), gbit_s / sites), link.round_trip)
 
 
@@ -214,9 +212,7 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """The shares, bytes and seconds of two shots on the link of each group, in the order of the
-    groups.
-    """
+    """The shares, bytes and seconds of two shots on each group's link, in group order."""
 
     links: tuple[float, ...]
     shares: tuple[float, ...]
@@ -234,7 +230,7 @@ class SharedOut(NamedTuple):
 def shared_out(
     model: Model, settings: Settings, groups: Groups, links: Sequence[float]
 ) -> SharedOut:
-    """Predicts the gain from parts that match the bandwidth of each group, given in Gbit/s.
+    """Predicts the gain from parts that match each group's bandwidth, given in Gbit/s.
 
     Examples:
         >>> groups = Groups(step_time=1.0, groups=4)

@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """The trainable parameters of a model, as a plan needs them."""
+    """The trainable parameters of a model, in the form that a plan needs."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
@@ -48,8 +48,8 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the parameters in their own dtype, which equals the bytes of the
-        gradients.
+        """Returns the size of the parameters in their own dtype in bytes, which is also the size of
+        the gradients.
         """
         return sum(parameter.nbytes for parameter in self.parameters)
 
@@ -98,7 +98,7 @@ class Groups:
 
     @property
     def connections(self) -> int:
-        """Returns the number of connections on the link of a group: one from each rank to every
-        other group.
+        """Returns the number of connections on a group's link: one from each rank to every other
+        group.
         """
         return self.others * self.group_size
