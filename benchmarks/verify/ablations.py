@@ -118,10 +118,14 @@ def of_finetuning() -> Iterator[Claim]:
     late = finetuning.ours("all parameters", overlap_steps=5)
     early = finetuning.ours("all parameters", overlap_steps=1)
     cost = comparison.compared(runs("finetuning"), {"late": [(late, early)]})
-    yield Sentence(CHOOSING, "A value of 5 instead of 1 cost # % with all parameters", means(*cost))
+    yield Sentence(
+        CHOOSING,
+        "A value of 5 instead of 1 raised the loss by # % with all parameters",
+        means(*cost),
+    )
     ten = finetuning.ours("all parameters", sync_every=50)
     (worse,) = comparison.compared(runs("finetuning"), {"ten": [(ten, late)]})
-    pattern = "ten rounds were # % worse than 25, and fifty were no better"
+    pattern = "ten rounds were # % worse than 25 rounds, and fifty rounds were no better"
     yield Sentence(CHOOSING, pattern, means(worse))
     loss = worse.ours[0]["loss"]
     yield Sentence(CHOOSING, "# instead of # at 10 rounds, one seed", [None, loss])
@@ -140,7 +144,7 @@ def of_defaults() -> Iterator[Claim]:
         half = len(losses) // 2
         pairs = zip(losses[:half], losses[half:], strict=True)
         apart += [100 * (max(pair) / min(pair) - 1) for pair in pairs]
-    yield Sentence(CHOOSING, "Two seeds of the same setting differ by up to # %", [max(apart)])
+    yield Sentence(CHOOSING, "Two seeds with the same setting differ by up to # %", [max(apart)])
 
 
 _SETTINGS: Mapping[str, Sequence[Mapping[str, Any]]] = {

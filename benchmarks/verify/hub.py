@@ -18,7 +18,7 @@ def of_transport() -> Iterator[Claim]:
     lossy = 100 * _of_link(many)
     iperf3 = lossy / headline("hub_transport")[f"{many}: of iperf3"]
     alone = 100 * _of_link(many.replace("8 connections", "1 connections"))
-    pattern = "it is transferred at # of 100 Mbit/s, compared with # for iperf3 and # for a single connection"
+    pattern = "the payload is transferred at # of 100 Mbit/s, compared with # for iperf3 and # for a single connection"
     yield Sentence(BENCHMARKS, pattern, [lossy, iperf3, alone])
 
 
@@ -58,7 +58,7 @@ def of_site_steps() -> Iterator[Claim]:
     rounds = len(results("site_steps")["rounds"]["federation"])
     milliseconds = 1000 * results("site_steps")["case"]["sleep"]
     pattern = (
-        "A step in a federation takes # times as long ... median of # rounds ... steps of # ms"
+        "A step in a federation takes # times as long ... median of # rounds ... and # ms steps"
     )
     yield Sentence(BENCHMARKS, pattern, [ratio, rounds, milliseconds])
 

@@ -155,7 +155,7 @@ def of_wrong_lengths() -> Iterator[Claim]:
     wrong = means(*(settings[f"M=4, H={sync_every}"] for sync_every in quality.OTHER_LENGTHS))
     right = bare(4).percent[0]
     lengths = [10, *quality.OTHER_LENGTHS]
-    pattern = "with H = #, #, #, # and #, four groups ended at #, #, #, # and # % relative to DDP"
+    pattern = "With H = #, #, #, # and #, four groups ended at #, #, #, # and # % relative to DDP"
     yield Sentence(CHOOSING, pattern, [*lengths, right, *wrong])
 
 
@@ -182,7 +182,7 @@ def of_verdict() -> Iterator[Claim]:
     names = [bare(groups) for groups in GROUPS]
     yield Sentence(BENCHMARKS, "and eight groups lose # %", means(names[2]))
     size = parameters(quality.MODELS["0.1M"].size)
-    yield Sentence(BENCHMARKS, "percent above DDP with # parameters", [size])
+    yield Sentence(BENCHMARKS, "percent above DDP's, with # parameters", [size])
     yield Table(BENCHMARKS, VERDICT_HEADER, _rows_of_verdict())
     small, medium = (in_stage("verdict", name)["M=2, H=50"] for name in ("0.2M", "0.5M"))
     sizes = [parameters(quality.MODELS[name].size) for name in ("0.2M", "0.5M")]
@@ -324,12 +324,12 @@ def of_curve() -> Iterator[Claim]:
     four, better = rows["M=4"][0]
     alone, _ = rows["M=1, with the outer step"][0]
     tried = [runs("curve")[ddp]["loss"] for ddp in of_point.tried(curve.SEEDS[0])]
-    pattern = "four groups reached # nats per byte. DDP reached # and # at inner rates"
+    pattern = "four groups reached # nats per byte. DDP reached # and # at inner learning rates"
     yield Sentence(CHOOSING, pattern, [four["loss"], *tried])
     behind = curve.percents(rows["M=4"])
     yield Sentence(CHOOSING, "Four groups are # % behind", behind)
     ahead = 100 * (1 - alone["loss"] / better["loss"])
-    pattern = "DDP with the same outer step (M=1) reached #, which is # % better than DDP"
+    pattern = "DDP with the same outer step (M=1) reached #, which is # % better than plain DDP"
     yield Sentence(CHOOSING, pattern, [alone["loss"], ahead])
     pattern = (
         "four groups with equal singular values were # % behind DDP, and one group was # % ahead"
@@ -343,7 +343,7 @@ def _bytes_of_curve(four: Run) -> Iterator[Claim]:
     yield Sentence(CHOOSING, "in bf16-mixed, with # parameters, on C code", [numel])
     sent = ring(4, numel) * four["steps"]
     numbers = [four["bytes_sent"] / 1e9, sent / four["bytes_sent"], sent / 1e9]
-    pattern = "Each group sent # GB, 1/# of the # GB of float32 gradients that DDP sends"
+    pattern = "Each group sent # GB, or 1/# of the # GB of float32 gradients that DDP sends"
     yield Sentence(CHOOSING, pattern, numbers)
 
 

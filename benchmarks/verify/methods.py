@@ -68,18 +68,20 @@ def of_methods() -> Iterator[Claim]:
     top_k = four("top_k+memory")
     beside = Comparison("top-k", threshold.ours, top_k.ours)
     share = 100 * table.bytes_sent(threshold) / table.bytes_sent(top_k)
-    pattern = "DCT sent # % of top-k's bytes and had # ± # % more loss"
+    pattern = "DCT sent # % of top-k's bytes, and its loss was # ± # % higher"
     yield Sentence(METHODS, pattern, [share, *gap(beside)])
     in_flight = gaps(four("Carry, tau=19"), four("defaults, tau=19"))
     pattern = (
-        "At tau=19 with H=20, Carry had # ± # % more loss than the defaults, and mixing had # ± # %"
+        "At tau=19 with H=20, the loss was # ± # % above the defaults' with Carry, and # ± # % with"
     )
     yield Sentence(METHODS, pattern, in_flight)
     gpa = gap(four("GPA inside, none outside"))
     yield Sentence(METHODS, "with or without the default outer momentum (# ± # %", gpa)
-    yield Sentence(METHODS, "Lookahead had # ± # % more loss", gap(compared()["M=1, Lookahead"]))
+    yield Sentence(
+        METHODS, "The loss of Lookahead was # ± # % higher", gap(compared()["M=1, Lookahead"])
+    )
     averaged = gap(four("FedAvg, SGD inside"))
-    yield Sentence(METHODS, "Federated averaging itself is # ± # % above", averaged)
+    yield Sentence(METHODS, "The loss of federated averaging itself is # ± # % above", averaged)
 
 
 def of_gossip() -> Iterator[Claim]:
@@ -89,7 +91,7 @@ def of_gossip() -> Iterator[Claim]:
     numbers = _differences("saps_psgd", "FastestPairs")
     yield Sentence(
         METHODS,
-        "half the bytes of an exchange among all groups, with # ± # and # ± # % loss",
+        "half the bytes of an exchange among all groups (loss # ± # and # ± # %)",
         numbers,
     )
     numbers = _differences("saps_psgd", "FastestPairs, 1/100")
@@ -111,12 +113,14 @@ def _differences(claim: str, method: str) -> list[float]:
 
 def of_rare_rows() -> Iterator[Claim]:
     """Clients and embedding tables: claims.json."""
-    pattern = "# ± # % less loss than averaging at a rate of 0.1, and # ± # % less at a rate of 0.3"
+    pattern = "# ± # % below averaging's at a rate of 0.1, and # ± # % below at a rate of 0.3"
     yield Sentence(METHODS, pattern, _differences("fedglomo", "FedGLOMO, beta=0.5"))
     rows = {row["method"]: row for row in _summary("tables")}
     touched = 100 * rows["sparse"]["rows_with_a_gradient"]
     share = rows["fp4"]["bytes"] / rows["sparse"]["bytes"]
-    pattern = "a round touches # % of the rows, sparse ended # ± # % above fp4, with 1/# of"
+    pattern = (
+        "a round touches # % of the rows, the loss with sparse was # ± # % above fp4's, with 1/# of"
+    )
     yield Sentence(METHODS, pattern, [touched, *_differences("tables", "sparse"), share])
 
 
@@ -129,7 +133,7 @@ def of_gains() -> Iterator[Claim]:
         saved = 100 * (1 - row["seconds"] / schedules["H=20"]["seconds"])
         numbers += [saved, row["percent"], row["half_width"]]
     pattern = (
-        "took # % less time, with # ± # % loss. With H=80, the run took # % less time, with # ± # %"
+        "took # % less time (loss # ± # %). With H=80, the run took # % less time (loss # ± # %)"
     )
     yield Sentence(METHODS, pattern, numbers)
     by_link = {row["ratio"]: row["speed_up"] for row in _summary("fusionllm")}
@@ -145,7 +149,7 @@ def of_gains() -> Iterator[Claim]:
     ]
     gain = results("drop_compute")["found"]["gain"]
     pattern = (
-        "8 ranks processed # % more data per second ... For 200 ranks, the computed gain is # %"
+        "Eight ranks processed # % more data per second ... For 200 ranks, the computed gain is # %"
     )
     yield Sentence(METHODS, pattern, [100 * gain, 100 * large["gain"]])
 

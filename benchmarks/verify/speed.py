@@ -136,7 +136,9 @@ def of_predictions() -> Iterator[Claim]:
     errors = [abs(row["predicted"] / row["utilisation"] - 1) for row in rows]
     errors += [abs(row["simulated"] / row["seconds"] - 1) for row in rows]
     most = [AtMost(100 * max(errors))]
-    yield Sentence(BENCHMARKS, "The planner and the simulator are within # % of", most)
+    yield Sentence(
+        BENCHMARKS, "Predictions by the planner and the simulator are within # % of", most
+    )
     yield Sentence(PLANNER, "utilisations are within # % of measurements", most)
     yield Sentence("docs/simulate.md", "within # % of measurements", most)
 
@@ -163,13 +165,13 @@ def of_wire_bytes() -> Iterator[Claim]:
     shares = {name: ddp / row["bytes_per_step"] for name, row in rows.items()}
     fp4, fp32, sparse = (shares[name] for name in wire_bytes.OURS)
     yield Sentence(README, "The fp4 scales increase this share to 1/#", [fp4])
-    yield Sentence(BENCHMARKS, "With fp4, 1/# of DDP's bytes", [fp4])
+    yield Sentence(BENCHMARKS, "With fp4, the link carries 1/# of DDP's bytes", [fp4])
     pattern = 'PowerSGD with rank 2 sends 1/# of DDP\'s bytes, torchft and our fp32 send 1/#, and "sparse" sends 1/#'
     numbers = [shares["DDP, PowerSGD rank 2"], shares["torchft DiLoCo, fp32"], sparse]
     yield Sentence(BENCHMARKS, pattern, numbers)
     assert round(fp32) == 20, "the page says: like torchft"
     over = [100 * (wire_bytes.shares(rows[name])["interface"] - 1) for name in wire_bytes.OURS]
-    pattern = "the network interface counts # % more bytes for fp4, # % more for fp32 and # % more for the small"
+    pattern = "the network interface counts # % more bytes for fp4, # % more for fp32 and # % more for sparse's small"
     yield Sentence(BENCHMARKS, pattern, over)
     assert all(wire_bytes.shares(rows[name])["report"] == 1 for name in wire_bytes.OURS)
 
@@ -183,12 +185,12 @@ def of_overhead() -> Iterator[Claim]:
         numbers += [100 * (ratios[f"{name}: wall ratio"] - 1)]
         numbers += [parameters(Size(**row["case"]["size"])) / 1e6]
     numbers += [100 * (ratios[f"{name}: cpu ratio"] - 1) for name in sizes]
-    pattern = "adds # % to the step time with # million parameters and # % with # million. It adds # % and # % of"
+    pattern = "adds # % to the step time with # million parameters and # % with # million. It adds # % and # % to"
     yield Sentence(BENCHMARKS, pattern, numbers)
     steps = [1000 * row["plain_step_s"] for row in sizes.values()]
     yield Sentence(
         BENCHMARKS,
-        "A plain step takes # ms with the smaller model and # ms with the larger model",
+        "A plain step takes # ms with the smaller model and # ms with the larger",
         steps,
     )
 
@@ -328,7 +330,7 @@ def of_directions_on_gpu() -> Iterator[Claim]:
     table["6.4 billion"] = [milliseconds["6.4B, direction of all blocks, ms"]]
     yield Table(CHOOSING, ["parameters, tokens a step"], table)
     share = table["1 billion, 4,096"][-1]
-    yield Sentence(CHOOSING, "would reduce it to # % (computed)", [share / 16])
+    yield Sentence(CHOOSING, "would reduce the share to # % (computed)", [share / 16])
 
 
 _MODELS = {
