@@ -75,6 +75,19 @@ def of_headline() -> Iterator[Claim]:
     assert {_run("bare_name", sites)["told"]["sync_every"] for sites in SITES} == {20}
 
 
+def of_smaller_measurement() -> Iterator[Claim]:
+    """The bare name with smaller messages to measure the link: rivals.json."""
+    rows = results("rivals")["rows"]
+    two, four = [row for row in rows if row["stage"] == "remeasured"]
+    yield Sentence(
+        BENCHMARKS, "two sites then sent # MB in total", [two["points"][-1]["bytes"] / 1e6]
+    )
+    last = four["points"][-1]
+    numbers = [four["told"]["sync_every"], last["loss"], last["seconds"]]
+    pattern = "Four sites chose H=# and ended at # after # s, of which they waited for # s"
+    yield Sentence(BENCHMARKS, pattern, [*numbers, four["told"]["exposed_wait_s"]])
+
+
 def _losses_by_rate(rows: Any, method: str) -> list[float]:
     """Returns the losses with four sites and no slow link."""
     losses = []
