@@ -164,7 +164,7 @@ except ImportError as error:
     print(error)
 """
     output = run_python(code, LIGHTNING | {"torch", "triton"}, hub_folder(tmp_path / "hub"))
-    assert "sdiloco doctor is not in lightning-sdiloco-hub" in output
+    assert "sdiloco doctor is not included in lightning-sdiloco-hub" in output
     assert "lightning_sdiloco.Federation is not part of lightning-sdiloco-hub" in output
 
 

@@ -382,7 +382,11 @@ class Coordinator:
             statistics.inner_lr = heartbeat.inner_lr
             statistics.cosine = heartbeat.cosine / 100
             if heartbeat.against >= AGAINST > statistics.against:
-                log.warning("%s points against the others: %s", heartbeat.site, AGAINST_OTHERS)
+                log.warning(
+                    "%s's contributions point against the other sites: %s",
+                    heartbeat.site,
+                    AGAINST_OTHERS,
+                )
             statistics.against = heartbeat.against
             self.room.unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:

@@ -443,11 +443,11 @@ def test_state_of_other_fragments_optimizers_or_schedules_is_refused() -> None:
     engine = StreamingDiLoCo(mlp(), fragments=LAYERS)
     assert_refused("fragments of the saved state differ", engine.load_state_dict, state)
     state = layered(partial(SGD, lr=0.1)).state_dict()
-    words = "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"
+    words = "different outer_optimizer. It was SGD.*'lr': 0.1.*is now SGD.*'lr': 0.2"
     assert_refused(words, layered(partial(SGD, lr=0.2)).load_state_dict, state)
     state = layered(cosine(50)).state_dict()
     layered(cosine(50)).load_state_dict(state)
-    words = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
+    words = "different outer_optimizer.lr_schedule. It was CosineAnnealingLR"
     assert_refused(words, layered(cosine(60)).load_state_dict, state)
     assert_refused(words, layered(OuterOptimizer()).load_state_dict, state)
 
@@ -471,7 +471,7 @@ def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> 
     shared = nn.Linear(5, 5)
     message = refusal(SimulatedGroups, [model] * 2)
     assert message.startswith(
-        "The models of groups 0 and 1 share the parameter '0.weight', so each would train"
+        "The models of groups 0 and 1 share the parameter '0.weight', so each group would train"
     )
     assert "copy.deepcopy(model)" in message
     models = [nn.Sequential(part, nn.Linear(5, 3)) for part in (nn.Linear(5, 5), shared, shared)]

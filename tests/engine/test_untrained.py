@@ -518,7 +518,7 @@ def test_a_kind_that_followed_from_the_first_values_stays_in_a_resumed_run() -> 
     resumed = Run(filled_bank).load(run)
     assert_same_states(resumed.until(15).finish(), run.until(15).finish())
     named = Run(filled_bank, untrained={"features": "first"})
-    words = "was saved as untrained state of the kind 'mean', and is 'first' now"
+    words = "was saved as untrained state of the kind 'mean', but its kind is now 'first'"
     with pytest.raises(ValueError, match=words):
         named.groups.engines[0].load_state_dict(state)
 

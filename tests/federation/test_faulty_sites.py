@@ -182,7 +182,8 @@ def directions(sites: list[Site]) -> list[tuple[float, int]]:
 
 def named(caplog: pytest.LogCaptureFixture) -> list[str]:
     texts = [record.getMessage() for record in caplog.records]
-    return [text.split(" points")[0] for text in texts if "points against the others" in text]
+    words = "'s contributions point against the other sites"
+    return [text.split(words)[0] for text in texts if words in text]
 
 
 @pytest.mark.parametrize("mean", ["sites", "hub"])

@@ -339,7 +339,7 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     assert "dense_beginning was DenseBeginning(rounds=2" in message
     assert_resumed(fit(path=last), plain, 12)
     message = refusal(fit, 6, path=last)
-    assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in message
+    assert "different outer_optimizer.lr_schedule. It was CosineAnnealingLR" in message
     assert_rounded(last, outer_of(plain, 12))
     # There is a file for every rank, and removing a checkpoint removes its folder.
     newest = ["last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco"]

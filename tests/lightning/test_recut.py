@@ -149,7 +149,7 @@ def test_a_baseline_that_is_replaced_after_epochs_trains_saves_and_resumes_exact
     assert unlike(baseline, part_of(first.values, "net.net.")) == []
     assert len(first.cuts) == EPOCHS - 1
     for cut in first.cuts:
-        assert "rounds continue: since the last cut, 8 parameters have been replaced" in cut
+        assert "rounds continue. Since the last division, 8 parameters have been replaced" in cut
     assert first.missing_optimizers == [], "none stepped the baseline before"
     for end in ends:
         for rank, expected in zip(played[end], uninterrupted, strict=True):
