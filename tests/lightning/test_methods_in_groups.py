@@ -317,7 +317,7 @@ def fit_dense(
 
 
 CHOSEN_DENSE = (
-    r"DenseBeginning\(rounds=6.*first 24 of the 240 inner steps .* 10 %.*"
+    r"DenseBeginning\(rounds=6.*first 24 of the 240 inner steps .*10 %.*"
     r" 4 groups exchange every 4 .* 1 Gbit/s"
 )
 
