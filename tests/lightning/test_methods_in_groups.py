@@ -139,8 +139,8 @@ def test_sharded_groups_match_the_simulation_and_save_the_mean_on_a_route(
             plain = fit(callbacks=callbacks if saves else [])
             model = list(plain["model"].values())
             in_simulation = expected[name][rank // 2][len(model) :]
-            # The ranks of a group add up in another order.
-            assert all(map(partial(torch.allclose, atol=1e-6), model, in_simulation)), name
+            # The ranks of a group add up in another order, which a weighing may amplify.
+            assert all(map(partial(torch.allclose, atol=1e-5), model, in_simulation)), name
             if saves:
                 assert_holds_the_mean(path, plain["trace"][6])
                 assert_resumed(fit(path=path), plain, 6)
