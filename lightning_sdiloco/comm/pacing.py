@@ -51,8 +51,8 @@ rate that exceeds one of these limits is too high."""
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""The relative increase in a rate before its first reduction, the increase after a reduction
-(doubled each time), and the maximum increase."""
+"""The relative increase in a rate before its first reduction, the first increase after a reduction
+(doubled with each further increase), and the maximum increase."""
 
 _MOST = 1.25
 _LEAST = 1.05
