@@ -68,7 +68,7 @@ class DropCompute:
         if not 0 < most_dropped < 1:
             raise ValueError(
                 f"most_dropped={most_dropped!r} is out of range. It must be between 0 and 1,"
-                " such as 0.1."
+                " for example 0.1."
             )
         self.micro_batches = micro_batches
         self.budget = budget
