@@ -56,8 +56,8 @@ _LARGEST_STEP = 0.5
 
 _MOST = 1.25
 _LEAST = 1.05
-"""The upper bound on the rate as a multiple of the delivered rate, and the lower bound as a
-multiple of the sent rate."""
+"""The upper bound on the rate as a multiple of the delivery rate, and the lower bound as a multiple
+of the sending rate."""
 
 _REMEMBERED = 8
 """The number of recent hops to compare. Queueing or loss that occurs in all of these hops is not

@@ -251,7 +251,7 @@ def _refuse_what_meets(model: nn.Module) -> None:
         raise ValueError(
             f"DropCompute does not work with {kinds[0]}, because the ranks of a worker group"
             " would communicate in every micro-batch and wait for any rank that drops one. Use"
-            " worker groups whose ranks hold the whole model, or remove DropCompute."
+            " worker groups whose ranks each hold the whole model, or remove DropCompute."
         )
 
 

@@ -554,7 +554,7 @@ class Rates:
                     "outer_optimizer.lr_schedule has no learning rate for round"
                     f" {len(self._rounds)}, counting from 0: {error}. Configure the"
                     f" {type(self._scheduler).__name__} for the full number of rounds, or choose"
-                    " a scheduler without an end."
+                    " a scheduler that never ends."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
