@@ -428,8 +428,8 @@ def _check_elementwise(make: Make, count: int) -> None:
         raise ValueError(
             f"outer_optimizer could not take a step with flat float32 shards: {error}. The"
             " callable receives a list of one-dimensional tensors, one per fragment, and must"
-            " return a torch.optim.Optimizer whose step() needs no closure. Choose an optimizer such as"
-            f" {AN_OUTER_OPTIMIZER}."
+            " return a torch.optim.Optimizer whose step() needs no closure. Choose an optimizer"
+            f" such as {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
