@@ -39,7 +39,7 @@ AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, n
 change the parameters."""
 
 AUTO: Literal["auto"] = "auto"
-"""Marks a setting that is chosen here or by the planner."""
+"""Marks a setting that this module or the planner chooses."""
 
 DEFAULT_OVERLAP_STEPS = 5
 """The largest overlap that the paper recommends."""
@@ -55,15 +55,15 @@ OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 little gain beyond 5."""
 
 SPARSE = 1 / 16
-"""The largest share of values per launch at which a compression counts as sparse."""
+"""The largest share of the values that a sparse compression sends per launch."""
 
 SPARSE_GAINS = (1.0, 3.2)
-"""The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, measured with
-1/64 of the values."""
+"""The range of ``outer_lr / (1 - outer_momentum)`` that suits a sparse compression, as measured
+when 1/64 of the values were sent."""
 
 SENDERS_GAINS = (0.4, 2.0)
-"""The corresponding range for a mean over the senders of a value. The range extends from the
-smaller rate in SparseLoCo's code to twice the larger rate."""
+"""The corresponding range for a mean over the senders of each value, from the smaller rate in
+SparseLoCo's code to twice the larger rate."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
@@ -512,7 +512,7 @@ class Settings:
         timeout = self.timeout
         advice = "datetime.timedelta(minutes=30) is the default"
         if is_number(timeout):
-            advice = f"datetime.timedelta(seconds={timeout}) is that number of seconds"
+            advice = f"datetime.timedelta(seconds={timeout}) is that many seconds"
         _require(
             self,
             "timeout",
@@ -907,7 +907,7 @@ _INSTEAD = {
         ),
     ),
 }
-"""The correct argument and the advice for each misplaced argument."""
+"""For each misplaced argument, the correct argument and the advice in the message."""
 
 _BESIDE = "belongs to the strategy: pass {right}={{value}} next to outer_optimizer"
 _BESIDE_THE_OUTER_OPTIMIZER = {
@@ -919,8 +919,7 @@ _BESIDE_THE_OUTER_OPTIMIZER = {
         "outer_momentum": "outer_momentum",
     }.items()
 }
-"""The correct argument and the advice for arguments that were passed to `OuterOptimizer` but belong
-to the strategy."""
+"""The same for each of the strategy's arguments that may be passed to `OuterOptimizer`."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),

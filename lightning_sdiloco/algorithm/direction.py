@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 Direction = Callable[[str, Tensor], Tensor]
-"""A map of a parameter's mean outer gradient, called with the parameter's name and its float32
-matrices of shape ``(number, rows, columns)``.
+"""A map that is applied to a parameter's mean outer gradient. It is called with the parameter's
+name and the gradient's float32 matrices, which have the shape ``(number, rows, columns)``.
 
 The map returns matrices of the same shape, keeps no state between calls, and gives bit-identical
 results in every group.

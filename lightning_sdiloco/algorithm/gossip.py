@@ -175,7 +175,7 @@ def check_legs(route: Route, groups: int) -> None:
         if route.shared and len(legs) > 1:
             raise ValueError(
                 f"route={route!r} has shared=True, so all groups must have the same outer"
-                f" parameters. However, groups of different legs would drift apart, and round"
+                f" parameters. However, groups in different legs would drift apart, and round"
                 f" {number} has the legs {tuple(legs)}. Set shared to False."
             )
     route.momentum(groups)

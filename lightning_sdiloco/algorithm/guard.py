@@ -40,10 +40,10 @@ GUARD = 5.0
 """The default factor by which a length may exceed the usual length."""
 
 REMEMBERED = 8
-"""The number of previous rounds with which a length is compared."""
+"""The number of previous rounds whose lengths are remembered for comparison."""
 
 FIRST = 1e4
-"""The factor by which a length may exceed the lengths of the other members in the first rounds."""
+"""The factor by which a length may exceed the other members' lengths in the first rounds."""
 
 BUFFERS = 100.0
 """The factor by which buffers may exceed their usual size."""

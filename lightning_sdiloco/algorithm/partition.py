@@ -126,8 +126,8 @@ def partition(
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} exceeds the number of the model's trainable tensors, which"
-                f" are not divided. Choose at most {len(parameters)}."
+                f"fragments={fragments} exceeds the number of trainable tensors in the model, and"
+                f" tensors are never divided. Choose at most {len(parameters)}."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -341,8 +341,8 @@ def _matches(pattern: str, names: Collection[str], frozen: Sequence[str]) -> lis
     matches = [name for name in names if fnmatchcase(name, pattern)]
     if not matches and not any(fnmatchcase(name, pattern) for name in frozen):
         raise ValueError(
-            f"fragments: the pattern {pattern!r} matches no parameter. The names come from"
-            f" named_parameters(), such as {_some(names)}. Correct the pattern or remove it."
+            f"fragments: the pattern {pattern!r} matches no parameter. The names in"
+            f" named_parameters() are {_some(names)}. Correct the pattern or remove it."
         )
     return matches
 

@@ -349,8 +349,8 @@ class TwoShot:
         if self.lacks_links:
             raise ValueError(
                 f"exchange={self!r} needs the bandwidth of the links, which only a Trainer"
-                " measures. Pass the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1,"
-                " 1, 0.5]). To measure the links, run sdiloco doctor."
+                " measures. Pass the Gbit/s of each group, for example TwoShot('by_bandwidth',"
+                " links=[1, 1, 0.5]). To measure the links, run sdiloco doctor."
             )
         numbers = self.links
         if numbers is None and not isinstance(self.parts, str):
@@ -433,7 +433,7 @@ def check_exchange(exchange: str | TwoShot, compression: Compression) -> None:
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
             f"exchange={exchange!r} is unknown. Choose 'auto' (the default), 'gather', 'two_shot'"
-            " or a TwoShot. Each uses 'gloo' on every device, or 'nccl' between CUDA devices, as in"
+            " or a TwoShot. Instead of 'gloo', each can use 'nccl' between CUDA devices, as in"
             " 'auto:nccl'."
         )
     if not is_two_shot:

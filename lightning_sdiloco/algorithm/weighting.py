@@ -147,7 +147,7 @@ def by_training(weights: Mapping[int, int]) -> dict[int, float]:
 
 
 WeighingState = Any
-"""The JSON state of a `Weighing` for a fragment, which only the weighing itself interprets."""
+"""The JSON state that a `Weighing` keeps for a fragment. Only the weighing itself interprets it."""
 
 
 class Weighing(ABC):

@@ -104,7 +104,7 @@ class Exchange(ABC, Generic[Posted]):
 
 
 AnyExchange: TypeAlias = Exchange[Any]
-"""An exchange with any type of posted messages."""
+"""An exchange, whatever the type of its posted messages."""
 
 
 # Over gloo

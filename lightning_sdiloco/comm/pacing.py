@@ -51,13 +51,13 @@ rate that exceeds one of these limits is too high."""
 _UNKNOWN_STEP = 0.08
 _FIRST_STEP = 0.01
 _LARGEST_STEP = 0.5
-"""The relative increase in a rate before its first reduction, the increase after a reduction
-(doubled each time), and the maximum increase."""
+"""The relative increase in a rate before its first reduction, the first increase after a reduction
+(doubled with each further increase), and the maximum increase."""
 
 _MOST = 1.25
 _LEAST = 1.05
-"""The upper bound on the rate as a multiple of the delivered rate, and the lower bound as a
-multiple of the sent rate."""
+"""The upper bound on the rate as a multiple of the delivery rate, and the lower bound as a multiple
+of the sending rate."""
 
 _REMEMBERED = 8
 """The number of recent hops to compare. Queueing or loss that occurs in all of these hops is not

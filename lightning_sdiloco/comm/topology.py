@@ -115,7 +115,7 @@ def require_backend(backend: str | None) -> None:
             backends = [name for name in dist.Backend.backend_list if name not in hidden]
             raise ValueError(
                 f"process_group_backend={backend!r} names the backend {name!r}, which torch does"
-                f" not know. Choose one of {', '.join(backends)}, or one per device type as in"
+                f" not know. Choose one of {', '.join(backends)}, or one per device type, as in"
                 " 'cpu:gloo,cuda:nccl'. Leave the option out to use the default backend of the"
                 " device. To use a third-party backend, import its package first."
             )

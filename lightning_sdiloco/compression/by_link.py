@@ -62,9 +62,9 @@ class ByLink(Compression):
         for code in self.codes:
             if code.traits.varies:
                 raise ValueError(
-                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is"
-                    " unknown whether a link can carry them in time. Choose codes of fixed length,"
-                    " such as 'fp4' or 'sparse'."
+                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it"
+                    " cannot be known in advance whether a link can carry them in time. Choose"
+                    " codes of fixed length, such as 'fp4' or 'sparse'."
                 )
         if self.within == "overlap":
             return

@@ -63,5 +63,5 @@ def resolve(compression: str | Compression) -> Compression:
     raise ValueError(
         f"compression={compression!r} is unknown. Choose one of"
         f" {', '.join(map(repr, COMPRESSIONS))}, optionally with the suffix {MEMORY!r}. You can"
-        " also pass an instance (not a class) of a `lightning_sdiloco.compression.Compression`."
+        " also pass an instance (not a class) of `lightning_sdiloco.compression.Compression`."
     )

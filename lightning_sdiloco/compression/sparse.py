@@ -30,7 +30,7 @@ from lightning_sdiloco.memory import new_vector
 Self = TypeVar("Self", bound="_Chance")
 
 BLOCK = 4096
-"""The number of values from which the largest are chosen. A position in a block takes 12 bits."""
+"""The number of values in a block, from which the largest are chosen. A position takes 12 bits."""
 
 _GROUP = 8  # values of a block in a group; the search starts with the largest value of each group
 
@@ -79,9 +79,9 @@ class TopK(Compression):
         _check_values(self.values, "chooses which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is unknown. Choose 'groups' (the default) to divide the sum of"
-                " a value by the number of all groups that count, or 'senders' to divide by the"
-                " number of groups that sent the value."
+                f"over={self.over!r} is unknown. Choose 'groups' (the default) to divide each"
+                " value's sum by the number of all groups that count, or 'senders' to divide it by"
+                " the number of groups that sent the value."
             )
 
     @override

@@ -49,10 +49,10 @@ from lightning_sdiloco.version import VERSION
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""The version of the folder format. Folders in any other version cannot be read."""
+"""The version of the folder format. Folders of any other version cannot be read."""
 
 KEY = "streaming_diloco"
-"""The key in the checkpoint file under which its folder is stored."""
+"""The key in the checkpoint file under which the header is stored, including the folder's name."""
 
 Header = Mapping[str, Any]
 """The format, folder, layout and settings, stored under `KEY` in the checkpoint file."""
@@ -557,8 +557,8 @@ def _read_matching(
     """Reads this rank's file after checking that the layout, settings and optimizers match."""
     if header is None:
         raise ValueError(
-            f"{path} was not saved by lightning_sdiloco, because it does not refer to a folder"
-            " of rank files. Pass another checkpoint."
+            f"{path} was not saved by lightning_sdiloco: it does not refer to a folder of rank"
+            " files. Pass another checkpoint."
         )
     if header["layout"] != _layout(topology):
         raise ValueError(

@@ -68,7 +68,7 @@ class DropCompute:
         if not 0 < most_dropped < 1:
             raise ValueError(
                 f"most_dropped={most_dropped!r} is out of range. It must be between 0 and 1,"
-                " such as 0.1."
+                " for example 0.1."
             )
         self.micro_batches = micro_batches
         self.budget = budget
@@ -251,7 +251,7 @@ def _refuse_what_meets(model: nn.Module) -> None:
         raise ValueError(
             f"DropCompute does not work with {kinds[0]}, because the ranks of a worker group"
             " would communicate in every micro-batch and wait for any rank that drops one. Use"
-            " worker groups whose ranks hold the whole model, or remove DropCompute."
+            " worker groups whose ranks each hold the whole model, or remove DropCompute."
         )
 
 

@@ -217,8 +217,8 @@ class StreamingDiLoCo:
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps") if is_watched(self.topology) else None
-        """Watches the time between inner steps. Stopped if Lightning runs the loop, and None if
-        this rank has nothing to watch.
+        """Watches the time between inner steps. It is stopped if Lightning runs the loop, and is
+        None if this rank has nothing to watch.
         """
 
     def _require_same_on_all_ranks(
@@ -410,7 +410,7 @@ class StreamingDiLoCo:
         self._require_open("set_outer()")
         if self.site is not None:
             raise ValueError(
-                "A site cannot overwrite weights while it trains, because only a federation's"
+                "A site cannot overwrite weights while it is training, because only a federation's"
                 " records change its outer model. Start a new run from the weights that you want."
             )
         fragmented_model = self.fragmented_model
@@ -598,9 +598,9 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "The run config fixes a site's fragments and settings. While the site trains,"
-                " you cannot freeze, unfreeze or replace parameters or change settings. Start a"
-                " new run from this run's outer model."
+                "The run config fixes a site's fragments and settings. While the site is"
+                " training, you cannot change settings or freeze, unfreeze or replace parameters."
+                " Start a new run from this run's outer model."
             )
 
     def report(self) -> dict[str, float]:

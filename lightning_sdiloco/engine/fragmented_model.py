@@ -152,22 +152,22 @@ class FragmentedModel:
         """
         if self.view.is_shown:
             raise RuntimeError(
-                "recut() was called while the outer model is shown. Call recut() outside"
+                "recut() was called while the outer model was shown. Call recut() outside"
                 " evaluate()."
             )
         if not settings.shares:
             raise ValueError(
-                "Parameters were frozen, unfrozen or replaced after training began. This is not"
-                f" possible with route={settings.route!r}, because groups have different outer"
+                "Parameters have been frozen, unfrozen or replaced since training began. This is"
+                f" not possible with route={settings.route!r}, because groups have different outer"
                 " parameters and frozen parameters would remain different. Choose the trainable"
-                " parameters before training, or train in several fits."
+                " parameters before training, or train in multiple fits."
             )
         for fragment in self.fragments:
             if any(map(is_sharded, fragment.layout.parameters)):
                 raise ValueError(
-                    "Parameters were frozen, unfrozen or replaced after training began. This is"
-                    " not possible with FSDP2, which would not train new parameters. Choose the"
-                    " trainable parameters in configure_model, or train in several fits."
+                    "Parameters have been frozen, unfrozen or replaced since training began. This"
+                    " is not possible with FSDP2, which would not train new parameters. Choose the"
+                    " trainable parameters in configure_model, or train in multiple fits."
                 )
         require_same_model(self.model, self._topology.world)
         partition = cut(self.model, settings).fragments

@@ -97,7 +97,7 @@ class Purpose(Enum):
     ROUND = auto()
     """A round with an outer step."""
     MEAN = auto()
-    """A plain mean of the local values for an evaluation, a checkpoint or the end of training."""
+    """A plain mean of the local values, for evaluation, a checkpoint or the end of training."""
     START = auto()
     """A plain mean of the local values of groups that have different outer values."""
 

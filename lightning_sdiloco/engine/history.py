@@ -38,7 +38,7 @@ class History:
         topology: The worker groups.
         is_site: Whether these ranks form a site of a federation. In a federation, the hub reports
             excluded sites.
-        maps_on_device: Whether the outer step maps matrices on an accelerator.
+        maps_on_device: Whether the outer step applies a map to matrices on an accelerator.
 
     Attributes:
         counts: The counters that a checkpoint stores.
@@ -181,8 +181,8 @@ class Absences:
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite"
-                f" {_MOST_LEFT_OUT} times in a row, so the other groups train without it. Check the"
-                " data and learning rate of this group, and resume from a checkpoint, for example"
+                f" {_MOST_LEFT_OUT} times in a row, so the other groups train without it. Check"
+                " this group's data and learning rate, and resume from a checkpoint, for example"
                 " with gradient clipping."
             )
 

@@ -46,16 +46,16 @@ _CONVOLUTIONS = (
 )
 
 MOST_VALUES = 10_000_000
-"""The largest number of trainable values for which matrices are mapped by default on devices with
-slow float64 arithmetic.
+"""The largest number of trainable values for which the outer step applies a map to matrices by
+default on devices with slow float64 arithmetic.
 """
 
 FEWEST_ROUNDS = 5
-"""The minimum number of rounds for which matrices are mapped by default. In shorter runs, the plain
-mean performed better.
+"""The minimum number of rounds for which the outer step applies a map to matrices by default. In
+shorter runs, the plain mean performed better.
 """
 
-# The share of its time that an accelerator may spend mapping matrices without a warning.
+# The share of its time that an accelerator may spend applying a map to matrices without a warning.
 _LARGEST_SHARE = 0.1
 
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs multiply float64
@@ -117,10 +117,10 @@ def with_direction(
     chosen = settings.directed(may_direct=may_direct)
     if says and suits_all and is_slow and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
-            "The outer step is elementwise. Mapping matrices with more than %s values would slow"
-            " down training on devices with slow float64 arithmetic, such as CPUs and consumer"
-            " GPUs. Pass outer_optimizer=OuterOptimizer(direction='equalised') to map matrices"
-            " anyway.",
+            "The outer step is elementwise. Applying a map to matrices with more than %s values"
+            " would slow down training on devices with slow float64 arithmetic, such as CPUs and"
+            " consumer GPUs. To apply the map anyway, pass"
+            " outer_optimizer=OuterOptimizer(direction='equalised').",
             f"{MOST_VALUES:,}",
         )
     return chosen
@@ -217,7 +217,7 @@ def proofs(
         if directed.shape != matrix.shape or directed.dtype != torch.float32:
             raise ValueError(
                 f"direction={direction!r} returned values of shape {tuple(directed.shape)} and"
-                f" {directed.dtype} for float32 matrices of shape {tuple(matrix.shape)}. A"
+                f" dtype {directed.dtype} for float32 matrices of shape {tuple(matrix.shape)}. A"
                 " direction must not change the shape or dtype of matrices. Correct the"
                 " function, or choose 'equalised' or 'elementwise'."
             )
@@ -226,7 +226,7 @@ def proofs(
 
 
 class DirectionCost:
-    """A monitor that warns once if an accelerator spends too much time mapping matrices."""
+    """A monitor that warns once if an accelerator spends too long applying a map to matrices."""
 
     def __init__(self) -> None:
         self._is_said = False
@@ -248,10 +248,10 @@ class DirectionCost:
         if self._since and share > _LARGEST_SHARE:
             self._is_said = True
             _log.warning(
-                "The outer step maps matrices for %.0f %% of the time (%.3g s in each round of"
-                " %.3g s), which slows down training on this device. To reduce this share, use"
-                " larger batches, a larger sync_every or more ranks per group. To disable"
-                " mapping, pass outer_optimizer=OuterOptimizer(direction='elementwise').",
+                "The outer step spends %.0f %% of the time (%.3g s in each round of %.3g s)"
+                " applying its map to matrices, which slows down training on this device. To reduce"
+                " this share, use larger batches, a larger sync_every or more ranks per group. To"
+                " disable the map, pass outer_optimizer=OuterOptimizer(direction='elementwise').",
                 100 * share,
                 self._mapping_s,
                 landed - self._since,

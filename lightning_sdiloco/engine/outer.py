@@ -426,16 +426,16 @@ def _check_elementwise(make: Make, count: int) -> None:
         right = _tried(make, values, gradients, slice(32, 64))
     except Exception as error:
         raise ValueError(
-            f"outer_optimizer could not step flat float32 shards: {error}. The callable receives"
-            " a list of one-dimensional tensors, one per fragment, and must return a"
-            " torch.optim.Optimizer whose step() needs no closure. Choose an optimizer such as"
-            f" {AN_OUTER_OPTIMIZER}."
+            f"outer_optimizer could not take a step with flat float32 shards: {error}. The"
+            " callable receives a list of one-dimensional tensors, one per fragment, and must"
+            " return a torch.optim.Optimizer whose step() needs no closure. Choose an optimizer"
+            f" such as {AN_OUTER_OPTIMIZER}."
         ) from error
     for stepped, *halves in zip(unsplit, left, right, strict=True):
         if not torch.allclose(stepped, torch.cat(halves), rtol=1e-5, atol=1e-7):
             raise ValueError(
                 "outer_optimizer does not work elementwise, because stepping a vector as a whole"
-                " and in two halves returned different values. An outer optimizer receives flat"
+                " and in two halves gave different values. An outer optimizer receives flat"
                 " shards of fragments, whose shapes and norms are meaningless. Choose an"
                 f" optimizer that treats each value separately, such as {AN_OUTER_OPTIMIZER}."
             )
@@ -554,7 +554,7 @@ class Rates:
                     "outer_optimizer.lr_schedule has no learning rate for round"
                     f" {len(self._rounds)}, counting from 0: {error}. Configure the"
                     f" {type(self._scheduler).__name__} for the full number of rounds, or choose"
-                    " a scheduler without an end."
+                    " a scheduler that never ends."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]

@@ -38,7 +38,8 @@ Read = Callable[[io.BytesIO], object]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 _DEEPEST = 8
-"""The maximum depth of entries in nested dictionaries. A dictionary at this depth is an entry."""
+"""The maximum depth of entries in nested dictionaries. A dictionary at this depth is treated as an
+entry."""
 
 
 class Entries(NamedTuple):
@@ -49,7 +50,7 @@ class Entries(NamedTuple):
     missing: list[Place]
     """The entries that rank 0 has but this rank does not."""
     failures: list[str]
-    """The entries that could not be pickled, each with a reason."""
+    """The entries that could not be pickled, each with the reason."""
 
 
 def differing_from_first(tree: Tree, world: Communicator) -> Entries:

@@ -156,12 +156,10 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
     start = ""
     if any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values()):
         changes = changes or "parameters have been replaced on other ranks"
-        start = (
-            " New tensors start from the values of the first worker group, without outer momentum."
-        )
+        start = " New tensors start from the first worker group's values, without outer momentum."
     _log.warning(
-        "The model is divided again into %d fragments, and rounds %s. Since the last division,"
-        " %s.%s",
+        "The model is divided again, now into %d fragments, and rounds %s. Since the last"
+        " division, %s.%s",
         len(recut.fragments),
         "restart" if restarts else "continue",
         changes or "names or dtypes have changed",

@@ -287,7 +287,7 @@ class Rounds:
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with"
                 f" sync_every={settings.sync_every}. Settings can be chosen only before the first"
-                f" launch: before inner step {first}."
+                f" launch, that is, before inner step {first}."
             )
 
     @torch.no_grad()

@@ -234,7 +234,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 Runs = list[tuple[int, int]]
-"""Positions along one dimension as half-open ranges ``(start, end)``."""
+"""Positions along one dimension, as half-open ranges ``(start, end)``."""
 
 
 class ShardSpec(NamedTuple):
@@ -447,7 +447,7 @@ def _runs_or_refusal(parameter: Tensor, members: range) -> list[Runs] | str:
     outside = sorted(set(ranks_of(parameter)) - set(members))
     if outside:
         return (
-            f"it is sharded over several worker groups, because ranks {outside} belong to other"
+            f"it is sharded over multiple worker groups, because ranks {outside} belong to other"
             " groups"
         )
     device_type = local(parameter).device.type

@@ -191,7 +191,7 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
                 raise ValueError(
                     f"The models of groups {owner} and {group} share the parameter {name!r}, so"
                     " each group would train the other group's model. Pass a separate model for"
-                    " each group, such as copy.deepcopy(model)."
+                    " each group, for example copy.deepcopy(model)."
                 )
 
 

@@ -200,8 +200,8 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
         if is_lazy(tensor):
             raise ValueError(
                 f"{clean_name(name)!r} has no shape yet, because lazy modules infer their shapes"
-                " from the first batch, but the model is divided into fragments earlier. Run a"
-                " batch through the model before trainer.fit, for example at the end of its"
+                " from the first batch, but the model is divided into fragments before then."
+                " Run a batch through the model before trainer.fit, for example at the end of its"
                 " __init__."
             )
     parameters = trainable(model)
@@ -373,7 +373,7 @@ def require_own_group(model: nn.Module, topology: Topology) -> None:
         outside = sorted(set(ranks_of(parameter)) - set(group_ranks))
         if outside:
             raise ValueError(
-                f"The parameter {name!r} is sharded over several worker groups, including"
+                f"The parameter {name!r} is sharded over multiple worker groups, including"
                 f" {_listed(outside)} outside this rank's group. Shard the model over a mesh of"
                 f" {_listed(group_ranks)}."
             )
@@ -443,7 +443,7 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
             _log.warning(
                 "Two models with the same shapes were swapped. The model that rank 0 passes to"
                 " this engine was passed to an earlier engine by %s, and vice versa. Each model"
-                " now has the values of the other. Create engines in the same order on all ranks."
+                " now has the other model's values. Create engines in the same order on all ranks."
                 " The order of a set, for example, differs between processes.",
                 _listed(exchanged),
             )

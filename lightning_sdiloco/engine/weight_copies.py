@@ -339,7 +339,7 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
             " landing, and the copy was not found in optimizer.state[parameter]. If the copy"
             " contains float32 weights for parameters of lower precision, train float32 parameters"
             " with precision='bf16-mixed' and the plain optimizer. Otherwise, keep the copy in"
-            " optimizer.state[parameter], or specify the entries that are copies with"
+            " optimizer.state[parameter], or specify which entries are copies, as in"
             f" optimizer.{_ATTRIBUTE} = ('z',). If there are no copies, set this attribute to ()."
         )
     return finding.names
@@ -485,7 +485,7 @@ class _Twin(NamedTuple):
 
 
 _by_recipe: dict[tuple[type, str], _Finding | None] = {}
-"""Results cached by optimizer class and settings."""
+"""Cached results, keyed by the optimizer's class and settings."""
 
 
 def _finding(optimizer: Any) -> _Finding | None:

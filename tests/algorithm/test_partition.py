@@ -365,7 +365,7 @@ def test_impossible_fragments_are_refused() -> None:
     for fragments in UNKNOWN:
         text = f"fragments={fragments!r} is unknown"
         refused(small, fragments, text, "'strided' or 'sequential'", "[['net.0.*']")
-    refused(small, 5, "fragments=5 exceeds the number of the model's trainable tensors")
+    refused(small, 5, "fragments=5 exceeds the number of trainable tensors in the model")
     refused(small, [["NET.*"]], "'NET.*'")
     unmatched = "the pattern '3.*' matches no parameter"
     refused(small, [["*"], ["3.*"]], unmatched, "'0.weight'", "Correct the pattern")

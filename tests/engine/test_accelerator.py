@@ -282,7 +282,7 @@ def test_an_accelerator_that_maps_most_of_the_time_says_so_once(device: str) -> 
     for _ in range(9):
         engine.step()
         known.wait_for_flights(engine)
-    maps = [message for message in messages if "maps matrices for" in message]
+    maps = [message for message in messages if "applying its map to matrices" in message]
     assert len(maps) == (device == "pretend")
     assert all("direction='elementwise'" in message for message in maps)
 

@@ -210,7 +210,7 @@ def assert_direction_refused(pattern: str, **choices: Any) -> None:
 
 def test_invalid_directions_are_refused() -> None:
     shape = r"\(1, \d+, \d+\)"
-    words = rf"returned values of shape {shape} and torch.float32 for float32 matrices"
+    words = rf"returned values of shape {shape} and dtype torch.float32 for float32 matrices"
     assert_direction_refused(words, direction=halved)
     assert_direction_refused("direction='polar' is out of range", direction="polar")
     words = "which does not use matrices. Leave out one of them"

@@ -97,7 +97,7 @@ def test_tensors_that_no_group_holds_whole_are_refused_on_all_ranks() -> None:
             specs_of(partial_sums, group)
         # The ranks of one row only hold one half each, those of the other row nothing that fits it.
         missing = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        words = r"over several worker groups, because ranks \[0\] belong to other groups"
+        words = r"over multiple worker groups, because ranks \[0\] belong to other groups"
         with pytest.raises(ValueError, match=f"{error}{words}"):
             specs_of(missing, group, range(1, 4))
         model = nn.Linear(4, 4)
@@ -208,7 +208,7 @@ def test_models_wrapped_by_fabric_keep_the_names_that_the_user_gave() -> None:
 def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
-        words = f"'0.weight' is sharded over several .* a mesh of rank {rank}"
+        words = f"'0.weight' is sharded over multiple .* a mesh of rank {rank}"
         with pytest.raises(ValueError, match=words):
             StreamingDiLoCo(sharded, worker_groups=2)
         flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))

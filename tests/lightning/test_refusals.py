@@ -146,7 +146,7 @@ OF_ANOTHER_TYPE: Table = [
     ),
     (
         {"timeout": 30},
-        "Choose a different timeout; datetime.timedelta(seconds=30) is that number of seconds.",
+        "Choose a different timeout; datetime.timedelta(seconds=30) is that many seconds.",
     ),
     (
         {"dense_beginning": 3},
@@ -433,7 +433,7 @@ def sgd_of_copies(shards: Iterable[Tensor]) -> Optimizer:
 
 SUCH = f"such as {OPTIMIZER.removeprefix('a callable ... ')}."
 HALVES = f"outer_optimizer does not work elementwise ... whole and in two halves ... {SUCH}"
-FLAT = f"outer_optimizer could not step flat float32 shards ... one per fragment ... Choose an optimizer {SUCH}"
+FLAT = f"outer_optimizer could not take a step ... one per fragment ... Choose an optimizer {SUCH}"
 HELD = " ... must include exactly the shards ... Pass the shards"
 UNFIT: list[tuple[Make, str]] = [
     (partial(Changed, clip(1.0)), HALVES),

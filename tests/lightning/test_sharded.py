@@ -599,7 +599,7 @@ def test_unsupported_options_of_fsdp_and_sharded_models_are_refused(rank: int) -
         freezing.current_epoch == 0
     )
     message = refusal_of(freezing, max_epochs=2, limit_train_batches=2)
-    assert "were frozen, unfrozen or replaced" in message
+    assert "have been frozen, unfrozen or replaced" in message
     # Lightning itself looks at the precision only where the strategy is an object.
     trainer = fits.trainer(
         strategy="streaming_diloco_model_parallel", devices=2, precision="64-true", max_steps=1
