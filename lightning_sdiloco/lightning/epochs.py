@@ -252,8 +252,8 @@ class GroupFetcher:
             _log.warning(
                 "Worker group %d has no more data in epoch %d after %d batches, but other groups"
                 " do. The group continues with idle batches, in which it does not train. All groups"
-                " end the epoch together when all data has ended or when the group's next launch"
-                " has landed. To avoid idle batches, use a loader with a length, or set"
+                " end the epoch together when all of them have run out of data or when the group's"
+                " next launch has landed. To avoid idle batches, use a loader with a length, or set"
                 " limit_train_batches to a number of batches. Shown once.",
                 topology.group_index,
                 trainer.current_epoch,

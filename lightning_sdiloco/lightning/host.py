@@ -354,7 +354,7 @@ _WITH_SHARDS = {
     ),
     "BaseFinetuning": (
         "unfreezes layers between epochs, which does not work with sharded parameters. Freeze the"
-        " layers in configure_model instead, and train in several fits."
+        " layers in configure_model instead, and split training into multiple fits."
     ),
 }
 _ON_A_ROUTE = dict.fromkeys(

@@ -333,8 +333,8 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "against": (
         "gauge",
         "against",
-        "Number of a site's last 16 contributions that pointed against the mean of the other"
-        " sites.",
+        "Number of contributions, among a site's last 16, that pointed against the mean of the"
+        " other sites.",
     ),
     "not_finite": (
         "counter",
@@ -350,7 +350,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "refused_states": (
         "counter",
         "refused_states",
-        "States that a site has fetched but could not use.",
+        "States that a site fetched but could not use.",
     ),
     "incarnations": (
         "counter",
