@@ -185,7 +185,7 @@ class GroupFetcher:
         fetcher.batches = []
         fetcher.prefetch_batches = 0
         self.loaders: object = None
-        """The loaders' state from before a batch was read ahead, or None if no batch was."""
+        """The loaders' state from before a batch was read ahead, or None if none was read ahead."""
         self.phase = Phase.UNCOUNTED
         # Lightning reads both: the number of batches so far in this epoch, and whether the last
         # batch is among them.
@@ -251,10 +251,10 @@ class GroupFetcher:
         if _YIELDED_NONE not in warned and topology.group_rank == 0:
             _log.warning(
                 "Worker group %d has no more data in epoch %d after %d batches, but other groups"
-                " do. The group follows the other groups with idle batches, in which it does not"
-                " train. All groups end the epoch together when all data has ended or when the"
-                " group's next launch has landed. To avoid idle batches, use a loader with a"
-                " length, or set limit_train_batches to a number of batches. Shown once.",
+                " do. The group continues with idle batches, in which it does not train. All groups"
+                " end the epoch together when all of them have run out of data or when the group's"
+                " next launch has landed. To avoid idle batches, use a loader with a length, or set"
+                " limit_train_batches to a number of batches. Shown once.",
                 topology.group_index,
                 trainer.current_epoch,
                 self.fetched,
@@ -461,9 +461,9 @@ def drop_metrics_of_some_ranks(trainer: Trainer, topology: Topology) -> None:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "Not every rank logged %s in epoch %d, and the reduction would wait for the missing"
-            " ranks, so the value was dropped. Log the value on every rank, or without sync_dist. A"
-            " worker group that has no batch in an epoch logs nothing.",
+            "Not every rank logged %s in epoch %d, and the reduction would have waited for the"
+            " missing ranks, so the value was dropped. Log the value on every rank, or without"
+            " sync_dist. A worker group that has no batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )

@@ -72,7 +72,7 @@ class ShownModel:
         self._save = save
         self._warns = warns
         self.mean: GroupMean | None = None
-        """The mean of the groups if one was exchanged since the last inner step, otherwise None."""
+        """The groups' mean if one has been exchanged since the last inner step, otherwise None."""
         # The first group's untrained state, if it has been sent.
         self._first_own: dict[str, Tensor] = {}
 
@@ -147,8 +147,8 @@ class ShownModel:
             _log.warning(
                 "This state_dict of worker group %d was taken after inner step %d, before every"
                 " fragment had landed once. The state_dict contains this group's local values,"
-                " because groups do not exchange after an exception or a signal, or if only one"
-                " rank saves. To save the mean of the groups, call %s on all ranks.",
+                " because groups do not exchange values after an exception or a signal, or if only"
+                " one rank saves. To save the mean of the groups, call %s on all ranks.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -231,7 +231,7 @@ class Rewritten:
             _log.warning(
                 "%s overwrote %s with different values on different ranks. These values do not"
                 " become the outer model, and the next landings average them out. Compute the same"
-                " values on all ranks, or call strategy.set_outer() in the hook, on all ranks, to"
+                " values on all ranks, or call strategy.set_outer() in the hook on all ranks to"
                 " use rank 0's weights. Shown once.",
                 " or ".join(hooks),
                 _some(names),
@@ -288,8 +288,8 @@ class Evaluation:
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
                 "This state_dict was taken after an exception. The state_dict contains this rank's"
-                " local parameters, because gathering the outer parameters would wait for ranks"
-                " that may no longer exist. Resume from an earlier checkpoint."
+                " local parameters, because gathering the outer parameters would mean waiting for"
+                " ranks that may no longer exist. Resume from an earlier checkpoint."
             )
             return local()
         return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)

@@ -64,9 +64,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     Trainer.
     """
 
-    summary = """Trains one model on several worker groups joined by slow links, in a Fabric loop.
+    summary = """Trains one model on multiple worker groups joined by slow links, in a Fabric loop.
 
-    Each optimizer step is an inner step. With several optimizers, each batch in which at least one
+    Each optimizer step is an inner step. With multiple optimizers, each batch in which at least one
     optimizer steps is an inner step. Call ``fabric.strategy.finish()`` to end training.
 
     Examples:
@@ -229,8 +229,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm layer over all ranks, for which all worker groups"
-                    " would wait for each other in every step. Convert the model with"
+                    f"{name!r} is a SyncBatchNorm layer over all ranks, so all worker groups would"
+                    " wait for each other in every step. Convert the model with"
                     " nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
@@ -404,9 +404,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} contains the outer model."
                 " This model does not include any training after the launches that landed last, and"
-                f" each fragment launches every {engine.rounds.settings.sync_every} steps. Before"
-                " you save the last checkpoint, call fabric.strategy.finish() in all processes to"
-                " land the fragments in flight and compute the final mean."
+                f" each fragment is launched every {engine.rounds.settings.sync_every} steps."
+                " Before you save the last checkpoint, call fabric.strategy.finish() in all"
+                " processes to land the fragments in flight and compute the final mean."
             )
         return state
 

@@ -448,7 +448,7 @@ class Fit(FitState):
             drop_metrics_of_some_ranks(trainer, self.groups.topology)
         if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
-                "Epoch %d ended without an inner step. No optimizer stepped this model's"
+                "Epoch %d ended without an inner step. No optimizer has updated this model's"
                 " parameters, so the worker groups have not exchanged anything. Train with"
                 " optimizers from torch.optim, or with the optimizers that self.optimizers()"
                 " returns.",

@@ -114,7 +114,7 @@ class FitState:
     requests: Requests
     engine: StreamingDiLoCo | None
     landed: bool
-    """Whether a fragment has landed after the last inner step."""
+    """Whether a fragment landed after the most recent inner step."""
     is_ending: bool
     """Whether a signal is ending the fit on all ranks."""
     ended: bool

@@ -379,8 +379,8 @@ class ScaleWatch:
         if topology.num_groups > 1 and topology.rank == 0:
             _log.warning(
                 "%s, which is %d, the number of ranks in all worker groups. However, gradients are"
-                " averaged only over the %d ranks of a group. If the loss is multiplied by this"
-                " number, as for DDP, the gradients are %d times too large. Use"
+                " averaged only over the %d ranks of a group. If the loss is multiplied by the"
+                " number of all ranks, as for DDP, the gradients are %d times too large. Use"
                 " trainer.strategy.topology.group_size instead. Shown once.",
                 place,
                 topology.world.size,

@@ -59,7 +59,7 @@ NEWEST = "2.6.6"
 """The newest version of Lightning with which the tests have passed."""
 
 FABRIC = "Fabric's DDPStrategy"
-"""A name for the Fabric strategy's base class, which shares its own name with another class."""
+"""A label for the Fabric strategy's base class, whose own name also belongs to another class."""
 
 
 class HostName(NamedTuple):
@@ -67,7 +67,7 @@ class HostName(NamedTuple):
     name: str
     first: str = OLDEST
     without: str = ""
-    """The consequence if an optional name is missing, or an empty string for a required name."""
+    """What happens if an optional name is missing, or an empty string for a required name."""
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"
@@ -139,9 +139,9 @@ _NEEDED = {
 }
 
 _SET = ("_launcher", "_device_mesh")
-"""Names that are set here and therefore always exist.
+"""Names that this package sets, so that they always exist.
 
-The public names that match them show whether Lightning uses them.
+The corresponding public names show whether Lightning uses them.
 """
 
 _WEIGHT_AVERAGING = (
@@ -354,14 +354,14 @@ _WITH_SHARDS = {
     ),
     "BaseFinetuning": (
         "unfreezes layers between epochs, which does not work with sharded parameters. Freeze the"
-        " layers in configure_model instead, and train in several fits."
+        " layers in configure_model instead, and split training into multiple fits."
     ),
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
     "averages outer parameters over time, but on this route each worker group has different outer"
-    " parameters, so every group would end with a different average. Remove the callback, or omit"
-    " route.",
+    " parameters, so every group would end up with a different average. Remove the callback, or"
+    " omit route.",
 )
 
 
@@ -417,7 +417,7 @@ def _refuse_batch_norm(averaging: object, trainer: Trainer) -> None:
         raise ValueError(
             f"{type(averaging).__name__} does not work with a model that has BatchNorm layers. The"
             " callback adds an epoch in which every worker group recomputes the statistics from its"
-            " own data without an exchange, so every group would end with a different model. Use"
+            " own data alone, so every group would end up with a different model. Use"
             " WeightAveraging or EMAWeightAveraging, which also average the statistics."
         )
 

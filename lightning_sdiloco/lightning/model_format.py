@@ -81,7 +81,7 @@ _METADATA = "meta.pt"
 class WholeModel:
     """Stores the whole model on every rank and averages gradients with DistributedDataParallel."""
 
-    summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
+    summary = """Trains one model on multiple worker groups joined by slow links, with Streaming DiLoCo.
 
     Each worker group trains independently and uses DistributedDataParallel among its ranks. The
     model is divided into fragments. The groups average one fragment at a time, with a few bits per
@@ -183,8 +183,8 @@ class WholeModel:
         """Warns that a resumed run may round differently, because buckets are rebuilt too late."""
         if topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True, DistributedDataParallel sums the gradients of the first"
-                " step in a different order than in later steps. In a worker group of %d ranks, the"
+                "With static_graph=True, DistributedDataParallel sums gradients in a different"
+                " order in the first step than in later steps. In a worker group of %d ranks, the"
                 " resumed run may therefore round differently than an uninterrupted run. Without"
                 " static_graph, the two runs are bit-identical.",
                 topology.group_size,
@@ -263,7 +263,7 @@ def check_ddp_kwargs(ddp_kwargs: object, *of_lightning: str) -> None:
 class ShardedModel(WholeModel):
     """Stores part of the model on each rank, as defined in ``configure_model``."""
 
-    summary = """Trains a model too large for one device on several worker groups with slow links.
+    summary = """Trains a model too large for one device on multiple worker groups with slow links.
 
     Each worker group trains a sharded copy of the model with FSDP2, tensor parallelism, or both, as
     defined in ``configure_model``. As in `StreamingDiLoCoStrategy`, the groups average one fragment

@@ -211,7 +211,7 @@ def lay_out(trainer: Trainer) -> None:
 # The record of a rank
 
 Moments = float | Sequence["Moments"] | Mapping[str, "Moments"]
-"""Values of ``time.perf_counter()`` in a record's field."""
+"""The values of ``time.perf_counter()`` in one field of a record."""
 
 
 class Deferred:
@@ -286,7 +286,7 @@ class StreamingDiLoCoMonitorMixin:
             if path is not None and not isinstance(path, str | os.PathLike):
                 raise ValueError(
                     f"{name}={path!r} is of type {type(path).__name__}, not a path. Pass a path,"
-                    f" such as {name}={example!r}, or omit the argument."
+                    f" for example {name}={example!r}, or omit the argument."
                 )
         if not isinstance(diagnostics, bool):
             raise ValueError(
@@ -505,7 +505,7 @@ class StreamingDiLoCoMonitorMixin:
             self._close()
             _log.warning(
                 "%s cannot be written: %s. Training continues, but this rank stops recording until"
-                " the next start. Free up disk space.",
+                " it is restarted. Free up disk space.",
                 path,
                 error,
             )

@@ -126,11 +126,11 @@ class Options:
     auto: tuple[str, ...] = ()
     """The settings that the planner has yet to choose."""
     chooses_dense: bool = False
-    """Whether ``dense_beginning`` stays open until the link is measured."""
+    """Whether ``dense_beginning`` is left open until the link has been measured."""
     follows_length: bool = False
     """Whether ``sync_every`` was omitted and depends on the length of the fit."""
     chooses_rounds: bool = False
-    """Whether ``sync_every`` stays open until the link is measured."""
+    """Whether ``sync_every`` is left open until the link has been measured."""
     why_rounds: str = ""
     """The reason for the chosen ``sync_every``, if the user omitted it."""
     overlap_gives_way: bool = False
@@ -256,8 +256,8 @@ class Options:
             raise ValueError(
                 f"{first}='auto' does not work with a federation, because its sites are launched"
                 " separately and all need the same settings. Run sdiloco plan --hub-bandwidth to"
-                " get a recommended value, or sdiloco doctor --hub to see the value of an existing"
-                " run."
+                " get a recommended value, or sdiloco doctor --hub to see the value that an"
+                " existing run uses."
             )
         if self.restarts:
             raise ValueError(

@@ -55,7 +55,7 @@ class Results:
             raise RuntimeError(
                 "There are no results yet. The fragments and the schedule are available from"
                 " on_fit_start on, the outer parameters and the report from on_train_batch_start"
-                " on, and all other results after a fit that has trained."
+                " on, and all other results after a fit that took at least one inner step."
             )
         return source
 

@@ -68,7 +68,7 @@ _EXAMPLES: Mapping[str, str] = {
     "--round-trip": "50ms",
     "--grace": "10s",
 }
-"""An example of a number with a unit for each option, for use in the help."""
+"""An example of a number with a unit, for the help text of each option."""
 
 _NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
 """The options that require a unit, because link speeds are given in both Mbit/s and Gbit/s."""

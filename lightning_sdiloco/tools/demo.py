@@ -190,8 +190,8 @@ def train(setting: str, command: list[str], steps: int, console: Console) -> Non
     if process.returncode != 0:
         console.print("".join(output[-60:]), highlight=False, markup=False)
         raise SystemExit(
-            f"The setting {setting!r} ended with exit code {process.returncode}. The error is shown"
-            f" above. The command was: {shlex.join(command)}"
+            f"Training with {setting!r} ended with exit code {process.returncode}. The error is"
+            f" shown above. The command was: {shlex.join(command)}"
         )
 
 

@@ -751,8 +751,8 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
         room = f"the hub has {readable(free)} free, but the run will need another {readable(needs)}"
         if free < needs:
             fix = (
-                "Free up disk space, or set a different --store for the hub. No rounds close when"
-                " the disk is full."
+                "Free up disk space, or set a different --store for the hub. No round can close"
+                " while the disk is full."
             )
             yield Finding("slow", "disk", room, fix)
         else:

@@ -297,7 +297,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "last_heartbeat": (
         "gauge",
         "last_heartbeat_seconds",
-        "Seconds since the last heartbeat of a site.",
+        "Seconds since a site's last heartbeat.",
     ),
     "rounds_behind": (
         "gauge",
@@ -313,17 +313,17 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "late": (
         "counter",
         "late",
-        "Contributions of a site that arrived after their round had closed.",
+        "A site's contributions that arrived after their round had closed.",
     ),
     "lost_steps": (
         "counter",
         "lost_steps",
-        "Inner steps of a site's process that were never used because their launches were late.",
+        "Inner steps of a site's process that were lost because their launches arrived too late.",
     ),
     "lost_share": (
         "gauge",
         "lost_share",
-        "Share of the lost inner steps among all inner steps of a site's process.",
+        "Lost inner steps as a share of all inner steps of a site's process.",
     ),
     "cosine": (
         "gauge",
@@ -333,24 +333,24 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "against": (
         "gauge",
         "against",
-        "Number of a site's last 16 contributions that pointed against the mean of the other"
-        " sites.",
+        "Number of contributions, among a site's last 16, that pointed against the mean of the"
+        " other sites.",
     ),
     "not_finite": (
         "counter",
         "not_finite",
-        "Contributions of a site that were excluded because they were not finite.",
+        "A site's contributions that were excluded because they were not finite.",
     ),
-    "too_long": ("counter", "too_long", "Contributions of a site that were excluded by the guard."),
+    "too_long": ("counter", "too_long", "A site's contributions that were excluded by the guard."),
     "wrong_buffers": (
         "counter",
         "wrong_buffers",
-        "Contributions of a site whose buffers were too large or not finite.",
+        "A site's contributions whose buffers were too large or not finite.",
     ),
     "refused_states": (
         "counter",
         "refused_states",
-        "States that a site has fetched but could not use.",
+        "States that a site fetched but could not use.",
     ),
     "incarnations": (
         "counter",
@@ -361,10 +361,10 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "bytes_per_second": (
         "gauge",
         "sent_bytes_per_second",
-        "Transfer rate of the last blob that a site has sent.",
+        "Transfer rate of the last blob that a site sent.",
     ),
 }
-"""The kind, name and help of each metric of a site, by its key in the site's status.
+"""The kind, name and help text of each site metric, by the metric's key in the site's status.
 
 Counters restart when the hub is restarted.
 """
@@ -442,7 +442,7 @@ class MetricsServer:
         yield family("trouble", trouble, [([], bool(status["trouble"]))])
         yield family(
             "missing_sites",
-            "Number of sites that are still required to found the run.",
+            "Number of sites that are still needed to found the run.",
             [([], missing)],
         )
         yield family("records", "Records of the run.", [([], records)])
@@ -478,7 +478,7 @@ def _site_families(family: Callable[..., object], sites: Mapping[str, Status]) -
     for name, site in sites.items():
         for state in STATES:
             states.append(([name, state], site["state"] == state))
-    text = "Whether a site is in a state. The value is 1 for its current state."
+    text = "Whether a site is in this state. The value is 1 for its current state, otherwise 0."
     yield family("site_state", text, states, "site", "state")
     for key, (kind, metric, text) in SITE_METRICS.items():
         samples = [([name], site[key]) for name, site in sites.items() if site[key] is not None]
@@ -494,7 +494,7 @@ def _fragment_families(family: Callable[..., object], fragments: list[Status]) -
         for site in fragment["missing"]:
             missing.append(([str(number), site], 1))
     yield family("fragment_round", "Last closed round of a fragment.", rounds, "fragment")
-    text = "Whether the open round of a fragment is waiting for a site. The value is always 1."
+    text = "Whether the open round of a fragment is waiting for a site. If not, there is no value."
     yield family("fragment_waits_for", text, missing, "fragment", "site")
 
 

@@ -16,13 +16,11 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
     Examples:
         $ sdiloco keys init keys --run pretrain
     """
-    require(
-        days >= 1, "days", days, "at least 1, because certificates expire after this number of days"
-    )
+    require(days >= 1, "days", days, "at least 1, because certificates expire after that many days")
     bundle = init_keys(folder, run, days)
     return (
-        f"{bundle} is for the hub, which also accepts the folder {folder}. Keep the folder private,"
-        " and add sites to the folder."
+        f"{bundle} is for the hub, which also accepts the folder {folder}. Keep this folder"
+        " private, and add sites to it."
     )
 
 
@@ -39,9 +37,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
     Examples:
         $ sdiloco keys add keys site-a site-b
     """
-    require(
-        days >= 1, "days", days, "at least 1, because certificates expire after this number of days"
-    )
+    require(days >= 1, "days", days, "at least 1, because certificates expire after that many days")
     bundles = [add_keys(folder, name, role, days) for name in names]
     return "\n".join(
         f"{bundle}: for {role} {name}" for bundle, name in zip(bundles, names, strict=True)

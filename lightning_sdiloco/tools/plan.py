@@ -237,8 +237,8 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
     )
     if not are_numbers or len(links) < 2:
         raise ValueError(
-            f"--links {path} contains {content!r}. Provide a list of at least two numbers, the"
-            " rates of the groups' links in Gbit/s, or a mapping from names to such numbers."
+            f"--links {path} contains {content!r}. Provide a list of at least two numbers (the"
+            " rates of the groups' links in Gbit/s), or a mapping from names to such numbers."
         )
     return {
         f"group {name}" if isinstance(name, int) else str(name): link
@@ -298,7 +298,7 @@ def _module(make: MakeModel) -> nn.Module:
         except Exception as error:
             raise ValueError(
                 f"The model could not be created: {type(error).__name__}: {error}. Correct the"
-                " arguments of the model (--model.NAME), or pass --params and --layers instead."
+                " model's arguments (--model.NAME), or pass --params and --layers instead."
             ) from error
 
 
@@ -313,8 +313,8 @@ def _quorum(
         for name, option in (("--grace", grace), ("--delays", delays)):
             if option is not None:
                 raise ValueError(
-                    f"{name} requires a quorum that closes rounds. Also pass --quorum, such as"
-                    " --quorum 2."
+                    f"{name} requires a quorum that closes rounds. Also pass --quorum, for"
+                    " example --quorum 2."
                 )
         return None
     if hub is None:

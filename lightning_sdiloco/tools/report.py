@@ -439,7 +439,7 @@ def _agreement_as_text(run: Run) -> list[str]:
         sentences.append(
             "In the last round, the cosine between the groups' outer gradients and their mean was"
             f" {cosine:.2f} on average. The cosine would be {unrelated:.2f} for unrelated"
-            " directions and 1 for equal directions."
+            " directions and 1 for identical directions."
         )
     return sentences
 
@@ -750,7 +750,7 @@ _SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] =
     "in the background": (0.55, in_background),
     "on the link": (1.0, on_the_link),
 }
-"""The opacity and the spans for each part of a flight."""
+"""The opacity of each part of a flight, and the function that returns its spans."""
 
 
 class _Bars(NamedTuple):
@@ -912,8 +912,8 @@ PICTURES: Mapping[str, Picture] = {
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
-        "Each mark is a round of a fragment in which a site counted, at the time of its landing on"
-        " this site. A site without marks has failed, left, or been late.",
+        "Each mark shows that a site was included in a round of a fragment, at the time at which"
+        " the round landed on this site. A site without marks has failed, left, or been late.",
     ),
 }
 """The pictures, by file name."""

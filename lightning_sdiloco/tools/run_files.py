@@ -148,8 +148,8 @@ def records_in(folder: str | Path) -> Path:
             return place
     raise ValueError(
         f"{folder} contains no records (rank_00000.jsonl and so on). Pass a folder that a"
-        " StreamingDiLoCoMonitor has written. To record a run, add the monitor to the trainer's"
-        " callbacks. By default, records are written to sdiloco in the logger's folder."
+        " StreamingDiLoCoMonitor has written. To record a run, add this monitor to the trainer's"
+        " callbacks. By default, the monitor writes to the folder sdiloco in the logger's folder."
     )
 
 

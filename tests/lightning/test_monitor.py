@@ -289,7 +289,7 @@ def test_monitors_that_ranks_do_not_share_or_that_watch_ddp_are_refused(
 def test_a_monitor_is_refused_when_it_is_made_without_a_valid_path() -> None:
     for name in ("timeline", "folder"):
         message = refusal(StreamingDiLoCoMonitor, **{name: True})
-        expected = f"{name}=True is of type bool, not a path. Pass a path, such as {name}='"
+        expected = f"{name}=True is of type bool, not a path. Pass a path, for example {name}='"
         assert message.startswith(expected)
         StreamingDiLoCoMonitor(**{name: Path("somewhere")})
     message = refusal(StreamingDiLoCoMonitor, diagnostics="no")

@@ -207,7 +207,10 @@ else:
     _Callback = object
 
 LAST = 10
-"""The number of final batches for averaging losses and evaluating the outer model."""
+"""The number of batches over which losses are averaged at the beginning and end of a run.
+
+The outer model is evaluated on the final batches.
+"""
 
 
 class Validation(NamedTuple):
@@ -522,8 +525,8 @@ def _configured_arguments(trainer: Trainer) -> Numbers:
     if 0 < groups < processes:
         raise ValueError(
             f"The configuration has {groups} worker groups for {processes} processes. A simulated"
-            " group has only one rank. With --set, change the batch size to the batch size of a"
-            " whole group, and set trainer.devices to the number of groups."
+            " group has only one rank. With --set, change the batch size to that of a whole"
+            " group, and set trainer.devices to the number of groups."
         )
     return arguments
 
