@@ -186,8 +186,8 @@ if not TYPE_CHECKING:
         if name in _EXAMPLES:
             raise _IsAnExample(
                 f"lightning_sdiloco does not contain {name}, which is an example. Copy"
-                f" examples/methods/{_EXAMPLES[name]} from the repository to the folder of your"
-                f" script, and import {name} from this file."
+                f" examples/methods/{_EXAMPLES[name]} from the repository to your script's folder,"
+                f" and import {name} from that file."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_advice(name)}")
 

@@ -48,10 +48,9 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
         if workers % local_workers or not is_equal:
             raise ValueError(
                 "worker_groups='auto' makes each node a worker group, but Ray has placed"
-                f" {local_workers} of {workers} workers on node {context.get_node_rank()}, and"
-                " different numbers on other nodes. Set worker_groups to a number, or place the"
-                " same number of workers on every node with"
-                " ScalingConfig(placement_strategy=...)."
+                f" {local_workers} of {workers} workers on node {context.get_node_rank()}, and a"
+                " different number on other nodes. Set worker_groups to a number, or place the same"
+                " number of workers on every node with ScalingConfig(placement_strategy=...)."
             )
         return int(workers // local_workers)
 

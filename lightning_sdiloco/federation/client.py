@@ -75,8 +75,8 @@ _Parts = list[list[int]]
 
 
 AnyLink = Any
-"""A `VirtualLink` of `federation.memory`, or None. `federation.memory` imports this module, so the
-type cannot be named here."""
+"""A `VirtualLink` from `federation.memory`, or None. That module imports this one, so the type
+cannot be named here."""
 
 
 class EventListener(Protocol):
@@ -127,7 +127,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(
-                f"hub={text!r} is not an address. Set hub to HOST:PORT, such as a.example:29400."
+                f"hub={text!r} is not an address. Use HOST:PORT, for example a.example:29400."
             )
         if not 0 < int(port) < 1 << 16:
             raise ValueError(
@@ -585,8 +585,8 @@ class HubClient:
             if epoch < self._epoch:
                 raise HubUnreachable(
                     f"hub {self._hub} has epoch {epoch}, but this site has already followed a later"
-                    f" hub of this run with epoch {self._epoch}. Stop the earlier hub. If you"
-                    " refounded the run, the clock of the hub's machine is behind. Correct the"
+                    f" hub of this run (epoch {self._epoch}). Stop the earlier hub. If you"
+                    " refounded the run, the clock on the hub's machine is behind. Correct the"
                     " clock and restart the hub."
                 )
             self._epoch = epoch

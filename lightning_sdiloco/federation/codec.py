@@ -64,7 +64,7 @@ AnyMessage = TypeVar("AnyMessage", bound="Message")
 Default = TypeVar("Default")
 
 Json = Any
-"""A JSON value of any form."""
+"""Any JSON value."""
 
 Hint: TypeAlias = Any
 """A type hint. The `typing` module provides no type for type hints."""

@@ -228,8 +228,8 @@ class Federation:
         refuse(
             "exchange",
             has_second_hop,
-            "in its second hop, each site would wait for all other sites. To limit the downloads"
-            " of a site, use Federation(mean='hub')",
+            "in its second hop, each site would wait for all other sites. To limit a site's"
+            " downloads, use Federation(mean='hub')",
         )
         refuse("exchange", backend == "nccl", "a site reaches its hub over gRPC")
         refuse(

@@ -1066,7 +1066,7 @@ def _founded_run_config(
         if sites is None:
             raise ValueError(
                 f"The ledger does not contain run {run!r} yet. Set the number of founding sites"
-                " (sites) or use the ledger of that run."
+                " (sites) or use that run's ledger."
             )
         return None
     run_config = RunConfig.from_bytes(text)
@@ -1077,8 +1077,8 @@ def _founded_run_config(
         )
     if run_config.run != run:
         raise ValueError(
-            f"This ledger has run={run_config.run!r}, not {run!r}. Use that run or a different"
-            " ledger."
+            f"This ledger has run={run_config.run!r}, not {run!r}. Use the ledger's run or a"
+            " different ledger."
         )
     return run_config
 

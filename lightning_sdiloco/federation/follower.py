@@ -485,9 +485,9 @@ class Follower:
             raise AgreementError(
                 f"The hub has {closed.round} rounds of fragment {progress.fragment}, but"
                 f" {self.site} has applied {progress.applied.round}. After `sdiloco hub rollback`,"
-                " restart the site from an earlier checkpoint or without a checkpoint. Otherwise,"
-                " the hub has lost records or serves a different run. In that case, restore its"
-                " ledger or refound the run from the sites: sdiloco hub --refound."
+                " restart the site from an earlier checkpoint or without a checkpoint. If there was"
+                " no rollback, the hub has lost records or serves a different run. In that case,"
+                " restore its ledger or refound the run from the sites: sdiloco hub --refound."
             )
         if closed.round == progress.applied.round and closed != progress.applied:
             raise progress.parted(closed.round)
@@ -716,10 +716,10 @@ class Follower:
             if progress.refused == record.key:
                 raise AgreementError(
                     f"Round {record.round} of fragment {record.fragment} was measured against outer"
-                    " parameters that cannot be restored. This site computed different parameters"
-                    " even from the state of another site. Either this site's arithmetic differs"
-                    " from the arithmetic of the other sites, or the sites with these parameters"
-                    " are gone. Roll the run back to an earlier round (sdiloco hub rollback)."
+                    " parameters that cannot be restored. This site computed different parameters,"
+                    " even from another site's state. Either this site's arithmetic differs from"
+                    " that of the other sites, or the sites that had these parameters are gone."
+                    " Roll the run back to an earlier round (sdiloco hub rollback)."
                 )
             progress.refused = record.key
             return MergeAction.REFUSE
@@ -743,7 +743,7 @@ class Follower:
                 f" {record.fragment} were left out, most recently because {record.why(self.site)}."
                 " This site leaves the run, and all other sites continue. Check the site's data,"
                 " learning rate and machine. If restarted without a checkpoint, the site starts"
-                " from the state of another site."
+                " from another site's state."
             )
 
     @property
@@ -815,8 +815,8 @@ class Follower:
             if progress.digest not in (digest, None):
                 raise ValueError(
                     f"The checkpoint is damaged: the outer parameters of fragment {fragment} differ"
-                    " from the saved ones. Resume from a different checkpoint, or start without a"
-                    " checkpoint. The site then fetches a state."
+                    " from the saved ones. Resume from a different checkpoint, or start without one"
+                    " to fetch the state of another site."
                 )
         self.fragments = loaded
 

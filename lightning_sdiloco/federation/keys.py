@@ -132,8 +132,8 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         checked_name("run", run)
     if (folder / "ca.key").exists():
         raise ValueError(
-            f"{folder} already contains keys, and new keys would lock out their holders. Choose a"
-            " different folder."
+            f"{folder} already contains keys, and new keys would lock out the current holders."
+            " Choose a different folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)

@@ -369,8 +369,8 @@ class Ledger:
                     return (
                         f"{site} has applied {applied} rounds of fragment {fragment}, but this"
                         f" ledger has only {closed}, so it is an older copy. Start the hub with the"
-                        " newest ledger of the run. If that ledger is lost, create a new one from"
-                        " the states of the sites: sdiloco hub --refound"
+                        " run's newest ledger. If that ledger is lost, create a new one from the"
+                        " sites' states: sdiloco hub --refound"
                     )
         return None
 
@@ -509,9 +509,9 @@ class Ledger:
         if not counted:
             raise AgreementError(
                 f"Every contribution to round {self.closed[fragment].next_round} of fragment"
-                f" {fragment} is far too long: {', '.join(sorted(too_long))}. The round waits for"
-                " another site. Evict the sites with wrong values (sdiloco hub evict) and restart"
-                " them without their checkpoints."
+                f" {fragment} is far too long: {', '.join(sorted(too_long))}. The round is waiting"
+                " for another site. Evict the sites with wrong values (sdiloco hub evict) and"
+                " restart them without their checkpoints."
             )
         counted_sites = {launched.site for launched in counted}
         left_out = self._wrong_buffers(fragment, counted)
@@ -585,8 +585,8 @@ class Ledger:
         raise AgreementError(
             f"The sites have different outer parameters of fragment {fragment} after round"
             f" {self.closed[fragment].round}, and no value has a majority: {'; '.join(sides)}."
-            " Evict the sites with wrong values (sdiloco hub evict). These sites then fetch a state"
-            " from another site."
+            " Evict the sites with wrong values (sdiloco hub evict). Those sites will then fetch"
+            " the state of another site."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, TooLong]:
@@ -622,7 +622,7 @@ class Ledger:
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
             raise AgreementError(
                 f"Record {record.seq} of round {record.round} of fragment {record.fragment} does"
-                f" not follow on {self.seq} records and round {closed.round}, so the ledger is"
+                f" not follow {self.seq} records and round {closed.round}, so the ledger is"
                 " damaged. Restore the ledger or roll back."
             )
         self.seq += 1

@@ -91,9 +91,9 @@ class LostPayloads:
                 return (
                     f"payloads of round {record.round} of fragment {record.fragment} are missing"
                     f" from the hub's store or were altered there, so {', '.join(waiting)} cannot"
-                    " apply the round. These sites wait for the state of a site that has applied"
-                    f" the round{senders}. If no such site returns, run: sdiloco hub rollback"
-                    f" {record.round - 1}"
+                    " apply the round. These sites are waiting for the state of a site that has"
+                    f" applied the round{senders}. If no such site returns, run: sdiloco hub"
+                    f" rollback {record.round - 1}"
                 )
         return None
 

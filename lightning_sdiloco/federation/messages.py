@@ -410,7 +410,7 @@ class Lost:
 
 
 NO_STATE = "no site has a state, so the hub is waiting for a site that returns with one"
-"""The reason why a site that needs a state is waiting."""
+"""The reason given to a site that is waiting for a state."""
 
 SiteEvent = (
     Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateArrived | Lost

@@ -117,7 +117,7 @@ class DynamicBackup(Quorum):
             raise ValueError(
                 f"least={self.least!r} is out of range: a share of the sites must be above 0 and at"
                 " most 1. Choose a different value for least (the default is 0.5). For a fixed"
-                " number of sites, use Federation(quorum=3), for example."
+                " number of sites, pass that number, for example Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:

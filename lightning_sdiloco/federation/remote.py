@@ -259,7 +259,7 @@ class HubConnection:
     # Before training
 
     def reach(self) -> None:
-        advice = " Each rank of a site calls the hub directly, so its machine must reach the hub and needs the keys."
+        advice = " Each rank of a site calls the hub directly, so its machine needs the keys and access to the hub."
         self._insist(lambda: self._client.call("ping"), advice)
 
     def _insist(self, ask: Callable[[], Answer], advice: str = "") -> Answer:
@@ -403,9 +403,9 @@ class HubConnection:
         away_since = self._away_since
         if self._rank and away_since is not None and self.now() - away_since > self._patience:
             raise ExchangeError(
-                f"A rank of {self.site} has not reached the hub for longer than"
+                f"A rank of {self.site} has not reached the hub for more than"
                 f" patience={self._patience:.0f} s. The site's training is saved in its checkpoint."
-                " Restart the site when the hub can be reached."
+                " Restart the site once the hub can be reached again."
             )
         with self._changed:
             events = self._events

@@ -253,10 +253,10 @@ class RunConfig(Message):
         if refused:
             more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {founded.run!r}, because the run was founded on a"
+                f"This site cannot join the run {founded.run!r}, because the run was founded with a"
                 f" different run config: {'; '.join(refused[:_SHOWN])}{more}. All sites must train"
                 " the same model with the same settings and versions. Start this site with the"
-                " values of the run."
+                " run's values."
             )
         return patches
 

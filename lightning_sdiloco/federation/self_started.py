@@ -72,16 +72,16 @@ def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
     if sites is None and launch.hosts in (None, 1):
         raise ValueError(
             f"The hub of run {run!r} should start automatically, but {launch.launcher} does not"
-            " report several hosts. Set the number of hosts, as in Federation(sites=2), or the"
-            " address of a hub that you have started, Federation(hub='ADDRESS:PORT')."
+            " report multiple hosts. Set the number of hosts, for example Federation(sites=2), or"
+            " the address of a hub that you have started: Federation(hub='ADDRESS:PORT')."
         )
     sites = sites or launch.hosts or 1
     if hub is None:
         if launch.address is None or launch.port is None:
             raise ValueError(
                 f"The hub of run {run!r} should start automatically, but {launch.launcher} does not"
-                " report an address. On all hosts, set MASTER_ADDR and MASTER_PORT to an address"
-                " and a free port of the first host. Under torchrun, use"
+                " report an address. On all hosts, set MASTER_ADDR and MASTER_PORT to an address of"
+                " the first host and a free port on it. Under torchrun, use"
                 " Federation(hub='ADDRESS:PORT', sites=...)."
             )
         hub = f"{launch.address}:{launch.port}"
@@ -230,17 +230,17 @@ class HubOfRun(NamedTuple):
             if now > deadline:
                 raise ValueError(
                     f"The hub of run {self.run!r} at {self.address} created its keys in"
-                    f" {self._made_keys} on its own host, but this host has no such folder. It"
-                    " could not request its keys over a private network either, at the port below"
-                    " the hub's. Use a folder that all hosts can access (Federation(folder=...)),"
-                    " or create keys (sdiloco keys init) and copy them to each host"
-                    " (Federation(keys=...)). If only these hosts can reach the port, you can set"
-                    " insecure=True."
+                    f" {self._made_keys} on its own host, but this host has no such folder. This"
+                    " host could not request its keys over a private network either, on the port"
+                    " below the hub's port. Use a folder that all hosts can access"
+                    " (Federation(folder=...)), or create keys (sdiloco keys init) and copy them to"
+                    " each host (Federation(keys=...)). If only these hosts can reach the port, you"
+                    " can set insecure=True."
                 )
             if now > warns_at:
                 warns_at = now + 6 * _FIRST_WARNING
                 _log.warning(
-                    "This host is waiting for the keys of the hub at %s in the folder %s.",
+                    "This host is waiting for the keys of the hub at %s to appear in %s.",
                     self.address,
                     self._made_keys,
                 )
@@ -267,7 +267,7 @@ class HubOfRun(NamedTuple):
                 # Another hub may be about to listen.
                 deadline = min(deadline, time.monotonic() + 10.0)
             if time.monotonic() > deadline:
-                end = f"ended with code {process.returncode}" if has_ended else "does not listen"
+                end = f"ended with code {process.returncode}" if has_ended else "is not listening"
                 text = self.log_file.read_text()[-_SHOWN_LOG:]
                 raise ValueError(
                     f"The hub of run {self.run!r}, started automatically at {self.address}, {end}."
@@ -305,8 +305,8 @@ def hub_of_hosts(
         is_here = launch.number == 0
     if is_here and keys is not None and not Path(keys).is_dir():
         raise ValueError(
-            f"keys={str(keys)!r} contains the keys of a site, but the hub starts on this host and"
-            " needs its own keys. On this host, use the folder created by sdiloco keys init."
+            f"keys={str(keys)!r} contains a site's keys, but the hub starts on this host and needs"
+            " its own keys. On this host, use the folder created by sdiloco keys init."
         )
     return HubOfRun(
         run,

@@ -329,7 +329,7 @@ class Hub:
         is_site = call not in LOOKING and peer.role == "site"
         if is_site and is_other and self._calls.is_present(peer.name):
             raise Busy(
-                f"the name {peer.name} is in use by a running process with a different incarnation"
+                f"the name {peer.name} is in use by a running process with an incarnation other"
                 f" than {peer.incarnation!r}."
             )
         return peer, header, header.get("about", {}), body
@@ -552,8 +552,8 @@ def _bundle_of_hub(run: str, keys: str | Path | None, insecure: bool) -> Bundle 
         )
     if keys is None:
         warnings.warn(
-            "The hub runs without TLS (insecure=True), so anyone who can reach its port can read"
-            " and change everything.",
+            "The hub is running without TLS (insecure=True), so anyone who can reach its port can"
+            " read and change everything.",
             stacklevel=3,
         )
         return None

@@ -471,8 +471,8 @@ class FederatedWorld:
         if max(rate, common_rate) > _UNLIKE_RATES * min(rate, common_rate):
             _log.warning(
                 "The inner learning rate of %s is %.3g, but the other sites use %.3g. Each site's"
-                " schedule counts only the steps of that site. Start the schedule at the step of"
-                " the other sites, and set the same max_steps on all sites.",
+                " schedule counts only that site's steps. Start the schedule at the step that the"
+                " other sites have reached, and set the same max_steps on all sites.",
                 self.follower.site,
                 rate,
                 common_rate,
@@ -670,8 +670,8 @@ class FederatedWorld:
         del self._applying[record.fragment]
         if action is MergeAction.REFUSE:
             _log.warning(
-                "Round %d of fragment %d was measured against different outer parameters than this"
-                " site's, so this site fetches a state.",
+                "Round %d of fragment %d was measured against outer parameters that differ from"
+                " this site's, so this site is fetching a state.",
                 record.round,
                 record.fragment,
             )
@@ -833,8 +833,8 @@ class FederatedWorld:
                 if self.follower.reachable:
                     self._is_alone = True
                     _log.warning(
-                        "%s The site continues training without the hub and sends its training"
-                        " when the hub is back.",
+                        "%s The site continues training without the hub and sends its training once"
+                        " the hub is back.",
                         event.why,
                     )
                 self.follower.lose(self._now)
@@ -941,7 +941,7 @@ class FederatedWorld:
         if not fragments:
             return
         _log.info(
-            "Launches from before this site's restart are in open rounds of fragments %s. The site"
+            "Open rounds of fragments %s contain launches from before this site's restart. The site"
             " continues from the outer parameters of these fragments.",
             ", ".join(map(str, fragments)),
         )
@@ -1023,9 +1023,9 @@ class FederatedWorld:
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
-                f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}:"
-                " each site must resume from its own state. Use this site's checkpoint, or start"
-                " without a checkpoint. The site then fetches a state."
+                f"This is the state of site {saved['site']!r}, but this is site"
+                f" {self.follower.site!r}: each site must resume from its own state. Use this"
+                " site's checkpoint, or start without one to fetch the state of another site."
             )
         self.follower.load_state_dict(saved, self.digests())
         self._applying.clear()

@@ -193,7 +193,7 @@ CODES: Mapping[type[HubError | Refused], str] = {
     Missing: "NOT_FOUND",
     Altered: "DATA_LOSS",
 }
-"""The status code of each error. The receiver recreates the error from the code."""
+"""The status code for each error. The receiver recreates the error from the code."""
 
 ERRORS: Mapping[str, type[HubError | Refused]] = {code: error for error, code in CODES.items()}
 

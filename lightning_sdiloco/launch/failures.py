@@ -59,7 +59,7 @@ class Failures:
         if report == look.word:
             report = (
                 f"{self._name} has lost contact with another rank, but no rank has reported a"
-                " failure. A process was killed, or a machine or the network failed."
+                " failure. Either a process was killed, or a machine or the network failed."
             )
         elif report is None and self._rank != 0:
             report = (

@@ -78,11 +78,11 @@ def _refuse_common_torchrun() -> None:
     agents = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if agents > 1:
         raise ValueError(
-            f"One torchrun started processes on {agents} hosts. When a process fails, torchrun"
-            " restarts the processes of all hosts, so no site could continue alone. Start one"
-            " torchrun per host (--nnodes=1), and pass the address of the hub and the number of"
-            " hosts to each: Federation(run=..., hub='node0:29400', sites=2). Or start the hosts"
-            " with srun --no-kill --kill-on-bad-exit=0."
+            f"A single torchrun started processes on {agents} hosts. When a process fails, torchrun"
+            " restarts the processes on all hosts, so no site could continue alone. Start one"
+            " torchrun per host (--nnodes=1), and pass the hub's address and the number of hosts to"
+            " each: Federation(run=..., hub='node0:29400', sites=2). Alternatively, use srun"
+            " --no-kill --kill-on-bad-exit=0."
         )
 
 
@@ -160,8 +160,8 @@ def make_world(launch: Launch, processes: int) -> None:
     if launch.processes not in (None, processes):
         raise ValueError(
             f"{launch.launcher} started {launch.processes} processes on {launch.host}, but the"
-            f" Trainer has devices={processes}. In a federation, each host is a site, and all"
-            f" processes of the host train. Set devices={launch.processes}."
+            f" Trainer has devices={processes}. In a federation, each host is a site, and all of"
+            f" its processes train. Set devices={launch.processes}."
         )
     is_made = launch.launcher == "torchrun" or _LAUNCH in os.environ
     os.environ[_LAUNCH] = json.dumps(launch)
@@ -193,8 +193,8 @@ def is_of_this_host(address: str) -> bool:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
-            f"{address!r}, the address of the hub, cannot be resolved on {_host_name()}:"
-            f" {error.strerror or error}. Set an address of the first host that all hosts can"
+            f"{address!r}, the hub's address, cannot be resolved on {_host_name()}:"
+            f" {error.strerror or error}. For the first host, set an address that all hosts can"
             " resolve (MASTER_ADDR, or hub='ADDRESS:PORT')."
         ) from error
     for family, kind, _, _, socket_address in addresses:

@@ -101,9 +101,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     shown = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     raise ValueError(
-        f"{variable}={choice!r} is not an interface with an IPv4 address on"
-        f" {socket.gethostname()}. The interfaces are {shown}. Set {variable} to one of these"
-        " interfaces on this machine."
+        f"{variable}={choice!r} is not an interface with an IPv4 address on {socket.gethostname()}."
+        f" The interfaces are {shown}. On this machine, set {variable} to one of these interfaces."
     )
 
 
@@ -295,6 +294,6 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
             )
     return (
         "Open all TCP ports between these machines in both directions, because gloo uses any free"
-        " port. If a machine has several addresses, select the interface with GLOO_SOCKET_IFNAME,"
+        " port. If a machine has multiple addresses, select the interface with GLOO_SOCKET_IFNAME,"
         " or with SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
     )

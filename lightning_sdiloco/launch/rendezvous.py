@@ -29,8 +29,8 @@ from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
-"""The time limit in seconds for an address that does not respond. A machine that refuses a
-connection does exist, and its program may start later."""
+"""The time limit in seconds for an address that does not respond. A machine that refuses
+connections does exist, and its program may still start."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -67,17 +67,17 @@ _KEEPER = "sdiloco/keeper"
 _SECOND = "sdiloco/second"
 
 _OTHER_SCRIPT = (
-    " A process at this address waits for torch's own process group, as with strategy='ddp'. Run"
-    " the same script with the same strategy on all ranks."
+    " A process at this address is waiting for torch's own process group, as with strategy='ddp'."
+    " Run the same script with the same strategy on all ranks."
 )
 
 
 def say_node_rank(node_rank: int) -> str:
     """Returns advice on the settings that are needed to start every node manually."""
     return (
-        f" This node was started as node {node_rank}. On every node, set NODE_RANK to the number"
-        " of the node, counted from 0, and set MASTER_ADDR and MASTER_PORT to the address and"
-        " port of node 0."
+        f" This node was started as node {node_rank}. On every node, set NODE_RANK to the node's"
+        " number, counting from 0, and set MASTER_ADDR and MASTER_PORT to the address and port of"
+        " node 0."
     )
 
 
@@ -240,8 +240,8 @@ def _require_same_store(store: Store, at_address: Store, address: str) -> None:
     raise ValueError(
         f"Two processes started as rank 0: this process on {machine}, and the process that hosts"
         f" the store at {address}. Only one node may have NODE_RANK=0, which is the default. Set"
-        " NODE_RANK to the number of this node, and MASTER_ADDR to an address of node 0. If the"
-        f" other process belongs to another training run: {_CHOOSE}"
+        " NODE_RANK to this node's number, and MASTER_ADDR to an address of node 0. If the other"
+        f" process belongs to another training run: {_CHOOSE}"
     )
 
 
@@ -282,9 +282,9 @@ def wait_for_store(
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{failure}: no process listened there within {timeout.total_seconds():g} s."
-                    f" Start rank 0 on {host}, and set MASTER_ADDR and MASTER_PORT to its address"
-                    f" and port on all ranks.{other_rank}"
+                    f"{failure}: no process started listening there within"
+                    f" {timeout.total_seconds():g} s. Start rank 0 on {host}, and set MASTER_ADDR"
+                    f" and MASTER_PORT to its address and port on all ranks.{other_rank}"
                 ) from answer
         is_late = now - unanswered_since > patience
         if isinstance(answer, bytes) and (answer or is_late):

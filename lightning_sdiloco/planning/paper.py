@@ -49,18 +49,19 @@ _SYNC_EVERY = 100
 _LAYERS_PER_FRAGMENT = 3
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
-"""The bandwidths in the paper, in Gbit/s: 50 values from 0.1 to 1000 with a constant ratio of 1.207."""
+"""The bandwidths in the paper, in Gbit/s: 50 values from 0.1 to 1000, each 1.207 times the previous
+one."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations in Table 4. A prediction also computes the bandwidth for each of
-them."""
+"""The compute utilisations in Table 4. A prediction also computes the bandwidth that each of them
+requires."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),
     "10B": PaperModel(1e10, layers=48, step_time=0.8),
     "100B": PaperModel(1e11, layers=108, step_time=4.9),
 }
-"""The models of Table 4, by name."""
+"""The models of Table 4, keyed by name."""
 
 
 def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:

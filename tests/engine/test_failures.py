@@ -493,7 +493,7 @@ def test_failures_of_an_earlier_run_are_ignored() -> None:
     error = ExchangeError("worker group 1 went away")
     Failures(store, 0, 0, 2).leave(error)
     note = "Rank 0 (worker group 0) has lost contact with another rank, but no rank has reported a"
-    assert not HAS_NOTES or error.__notes__[0].startswith(f"{note} failure. A process")
+    assert not HAS_NOTES or error.__notes__[0].startswith(f"{note} failure. Either a process")
 
 
 def test_a_silent_store_delays_no_end() -> None:

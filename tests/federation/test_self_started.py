@@ -300,8 +300,8 @@ def test_a_launch_that_does_not_tell_the_hosts_is_refused_with_advice(launched: 
     of_one = {**IN_SLURM, **OF_ONE_NODE, "SLURM_JOB_NODELIST": "gpu10", "SLURM_NODEID": "0"}
     for variables, hub, sites, message in (
         ({**BY_TORCHRUN, "GROUP_WORLD_SIZE": "2"}, None, None, r"One torchrun per host|--nnodes=1"),
-        (BY_TORCHRUN, "node0:29400", None, "torchrun does not report several hosts"),
-        (of_one, None, None, "SLURM does not report several hosts"),
+        (BY_TORCHRUN, "node0:29400", None, "torchrun does not report multiple hosts"),
+        (of_one, None, None, "SLURM does not report multiple hosts"),
         (BY_HAND, None, None, r"script does not report .* Federation\(sites=2\)"),
         (
             BY_TORCHRUN,

@@ -1468,11 +1468,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string. Set hub to an address"),
     (
         {"hub": "a.example"},
-        "hub='a.example' is not an address. Set hub to HOST:PORT, such as a.example:29400",
+        "hub='a.example' is not an address. Use HOST:PORT, for example a.example:29400",
     ),
     (
         {"hub": "a.example:1,b.example"},
-        "hub='b.example' is not an address. Set hub to HOST:PORT",
+        "hub='b.example' is not an address. Use HOST:PORT",
     ),
     (
         {"hub": "a.example:99999"},

@@ -148,7 +148,7 @@ def test_a_store_is_awaited_and_a_dead_address_is_given_up_long_before_the_timeo
             port = closed.getsockname()[1]
             timeout = timedelta(seconds=0.2)
             message = refusal(wait_for_store, LOOPBACK, port, 1, timeout, patience=0.1)
-            assert "no process listened there within 0.2 s" in message
+            assert "no process started listening there within 0.2 s" in message
         with ThreadPoolExecutor(1) as pool:
             store = pool.submit(store_after, 0.3, port, use_libuv)
             wait_for_store(LOOPBACK, port, 1, timedelta(seconds=10), patience=0.1)
@@ -215,9 +215,7 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     assert "GLOO_SOCKET_IFNAME" in advice
 
 
-STARTED_AS = (
-    "This node was started as node {}. On every node, set NODE_RANK to the number of the node"
-)
+STARTED_AS = "This node was started as node {}. On every node, set NODE_RANK to the node's number"
 
 
 def warned_while_waiting(rank: int, **environment: str) -> list[str]:
