@@ -134,7 +134,7 @@ def of_bare_name() -> Iterator[Claim]:
     fractions = [ratio_of_bytes(setting) for setting in names]
     lengths = lengths_of_bare_names()
     size = parameters(quality.MODELS["0.1M"].size)
-    yield Sentence(README, "at equal tokens (# parameters, AdamW in both, five seeds", [size])
+    yield Sentence(README, "at equal token counts (# parameters, AdamW in both, five seeds", [size])
     rows = {
         "loss": gaps(*names),
         "bytes": fractions,
@@ -180,16 +180,16 @@ def lengths_of_bare_names() -> list[float]:
 def of_verdict() -> Iterator[Claim]:
     """How groups compare with DDP: quality.json."""
     names = [bare(groups) for groups in GROUPS]
-    yield Sentence(BENCHMARKS, "and eight groups lose # %", means(names[2]))
+    yield Sentence(BENCHMARKS, "and eight groups lose to it by # %", means(names[2]))
     size = parameters(quality.MODELS["0.1M"].size)
-    yield Sentence(BENCHMARKS, "percent above DDP's, with # parameters", [size])
+    yield Sentence(BENCHMARKS, "from DDP's loss in percent, with # parameters", [size])
     yield Table(BENCHMARKS, VERDICT_HEADER, _rows_of_verdict())
     small, medium = (in_stage("verdict", name)["M=2, H=50"] for name in ("0.2M", "0.5M"))
     sizes = [parameters(quality.MODELS[name].size) for name in ("0.2M", "0.5M")]
-    numbers = [sizes[0], *gap(small), sizes[1], *gap(medium)]
+    numbers = [*gap(small), sizes[0], *gap(medium), sizes[1]]
     yield Sentence(
         BENCHMARKS,
-        "a model with # parameters reaches # ± # %, and a model with # parameters reaches # ± # %",
+        "the difference is # ± # % with # parameters, and # ± # % with # parameters",
         numbers,
     )
     apart = max(_apart(small.ours), _apart(small.plain))
@@ -206,7 +206,7 @@ def of_bytes() -> Iterator[Claim]:
     """Bytes of simulated groups beside DDP's: quality.json."""
     fractions = [ratio_of_bytes(bare(groups)) for groups in GROUPS]
     fractions += [ratio_of_bytes(by_itself(groups)) for groups in GROUPS]
-    pattern = "Groups send 1/#, 1/# and 1/# of DDP's bytes (1/#, 1/# and 1/# with H=20)"
+    pattern = "Two, four and eight groups send 1/#, 1/# and 1/# of DDP's bytes (1/#, 1/# and 1/# with H=20)"
     yield Sentence(BENCHMARKS, pattern, fractions)
 
 
@@ -340,7 +340,7 @@ def of_curve() -> Iterator[Claim]:
 
 def _bytes_of_curve(four: Run) -> Iterator[Claim]:
     numel = parameters(curve.POINTS["10M"].size)
-    yield Sentence(CHOOSING, "in bf16-mixed, with # parameters, on C code", [numel])
+    yield Sentence(CHOOSING, "in bf16-mixed, and trained # parameters on C code", [numel])
     sent = ring(4, numel) * four["steps"]
     numbers = [four["bytes_sent"] / 1e9, sent / four["bytes_sent"], sent / 1e9]
     pattern = "Each group sent # GB, or 1/# of the # GB of float32 gradients that DDP sends"

@@ -55,11 +55,11 @@ def of_methods() -> Iterator[Claim]:
     rows["SNOO"] = gap(compared()["M=1, SNOO"])
     yield Table(METHODS, ["method", "use it when"], rows)
     two = compared()["M=2, Selective(0.3, most=4)"]
-    pattern = "Two groups sent # % of the bytes, with no significant difference in loss (# ± # %)"
+    pattern = "Two groups sent # % of the defaults' bytes, with no significant ... loss (# ± # %)"
     yield Sentence(METHODS, pattern, [100 * table.bytes_sent(two), *gap(two)])
     random = four("random_k+memory, outer_lr=1")
     pattern = (
-        "The mean over senders raised the loss by # ± # %. "
+        "The mean over senders raised the loss by # ± # % compared with the defaults. "
         "Sending random values raised the loss by # ± # %, with # % of"
     )
     losses = gaps(four("sparse, over senders"), random)
@@ -78,7 +78,7 @@ def of_methods() -> Iterator[Claim]:
     gpa = gap(four("GPA inside, none outside"))
     yield Sentence(METHODS, "with or without the default outer momentum (# ± # %", gpa)
     yield Sentence(
-        METHODS, "The loss of Lookahead was # ± # % higher", gap(compared()["M=1, Lookahead"])
+        METHODS, "Lookahead's loss was # ± # % above AdamW's", gap(compared()["M=1, Lookahead"])
     )
     averaged = gap(four("FedAvg, SGD inside"))
     yield Sentence(METHODS, "The loss of federated averaging itself is # ± # % above", averaged)
@@ -97,7 +97,7 @@ def of_gossip() -> Iterator[Claim]:
     numbers = _differences("saps_psgd", "FastestPairs, 1/100")
     yield Sentence(
         METHODS,
-        "With 1/100 of the values, as in the paper, the loss changed by # ± # and # ± # %",
+        "Sending only 1/100 of the values, as in the paper, changed the loss by # ± # and # ± # %",
         numbers,
     )
 
@@ -133,17 +133,19 @@ def of_gains() -> Iterator[Claim]:
         saved = 100 * (1 - row["seconds"] / schedules["H=20"]["seconds"])
         numbers += [saved, row["percent"], row["half_width"]]
     pattern = (
-        "took # % less time (loss # ± # %). With H=80, the run took # % less time (loss # ± # %)"
+        "took # % less time than with H=20 (loss # ± # %). "
+        "With H=80, the run took # % less time (loss # ± # %)"
     )
     yield Sentence(METHODS, pattern, numbers)
     by_link = {row["ratio"]: row["speed_up"] for row in _summary("fusionllm")}
     assert by_link[10] == 1, "the page says: as fast"
-    pattern = "# times faster if the uplink is 100 times slower, and # times faster if it is 1,000"
-    yield Sentence(METHODS, pattern, [by_link[100], by_link[1000]])
+    pattern = "if the uplink is 100 times slower, and # times faster if it is 1,000"
+    yield Sentence(METHODS, "# times faster than with fp4 if the uplink", [by_link[100]])
+    yield Sentence(METHODS, pattern, [by_link[1000]])
     rows = [row for row in results("claims")["rows"] if row["claim"] == "uneven_parts"]
     steps = {(row["repeat"], row["sites"], row["method"]): row["step"] for row in rows}
     faster = [steps[again, 4, "equal"] / steps[again, 4, "by_bandwidth"] for again in (0, 1)]
-    yield Sentence(METHODS, "four sites were # and # times faster", faster)
+    yield Sentence(METHODS, "uneven parts made four sites # and # times faster", faster)
     (large,) = [
         row for row in _summary("drop_compute") if (row["ranks"], row["sigma"]) == (200, 0.2)
     ]

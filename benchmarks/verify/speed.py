@@ -120,7 +120,7 @@ def of_slow_links() -> Iterator[Claim]:
     settings = [millions, case["sync_every"]]
     round_trip = 1000 * slow_links.ROUND_TRIP
     more = headline("slow_links")["4 sites, 30 Mbit/s: best peer's step over ours"]
-    pattern = "# Mbit/s, the fastest alternative takes # times as long (# million parameters, sync_every=#, # ms)"
+    pattern = "# Mbit/s, ... takes # times as long as this package (# million parameters, sync_every=#, # ms)"
     yield Sentence(README, pattern, [30, more, *settings, round_trip])
     alone = slow_links.row_of(rows, "alone", 2, None)["seconds"]
     yield Sentence(BENCHMARKS, "Without any exchange, a step takes # ms", [1000 * alone])
