@@ -10,11 +10,12 @@ together with all buffers, but without the outer optimizer, error feedback or ra
 background processes these flights after all earlier flights. All ranks therefore send messages in
 the same order, and a group that is at a different point is detected.
 
-[Note: memory at the end] The end of training needs no more memory than a round. The end changes
-only the model and not the records, from which a longer run would continue. Gradients are freed
-first. The freed memory is then used for copies of the local parameters, which are made one fragment
-at a time before the parameters are overwritten. The mean uses no more simultaneous flights than a
-round does, and values in the model are not stored a second time.
+[Note: memory at the end] The end of training needs no more memory than a round, plus one fragment
+if a flight is in progress. The end changes only the model and not the records, from which a longer
+run would continue. Gradients are freed first. The freed memory is then used for copies of the local
+parameters, which are made one fragment at a time before the parameters are overwritten. The mean
+uses no more simultaneous flights than a round does, and values in the model are not stored a second
+time.
 
 [Note: the dense beginning] If many groups train separately from the start, the loss suffers,
 because each group takes large steps on the gradients of a small batch. In the first rounds, groups
