@@ -1652,7 +1652,9 @@ class Judge:
             progress = site.follower.fragments[fragment]
             has_launched = progress.flight is not None or progress.applied.round >= round
             is_answered = has_launched or (fragment, round) in site.life.declined
-            is_silent = site.follows and not is_answered
+            # A site that has refused a hub does not answer its calls.
+            must_answer = site.follows and site.follower.reachable
+            is_silent = must_answer and not is_answered
             self.deny(is_silent, f"{site.name} does not answer the call of round {round}")
 
     def check_memory(self, site: Site) -> None:
