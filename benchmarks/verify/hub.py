@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.verify.claims import About, AtMost, Claim, Expected, Sentence
+from benchmarks.verify.claims import About, AtMost, Claim, Expected, Sentence, Table
 from benchmarks.verify.results import BENCHMARKS, FEDERATION, headline, results
 
 
@@ -105,6 +105,32 @@ def of_returns() -> Iterator[Claim]:
 
 
 _KILL = "kill -9, and started again (site)"
+
+
+def of_goodput() -> Iterator[Claim]:
+    """Sites that fail: goodput.json."""
+    rows = results("goodput")["rows"]
+    table = {}
+    for row in rows:
+        if row["faults"]:
+            back = [seconds for seconds in row.get("counts_after", []) if seconds is not None]
+            label = f"{row['sites']} {row['stage']} | {row['faults']}"
+            table[label] = [_efficiency(rows, row), 100 * row["share"]]
+            if back:
+                table[label].append(median(back) / results("goodput")["step_seconds"])
+    header = ["sites", "faults", "steps that count", "sites in a round"]
+    yield Table(BENCHMARKS, header, table, labels=2)
+    away = [seconds for row in rows for seconds in row.get("trains_after", [])]
+    yield Sentence(BENCHMARKS, "trained again after # s", [1 + median(away)])
+
+
+def _efficiency(rows: Any, row: Any) -> float:
+    """Returns the steps that count in percent of those without faults."""
+    for other in rows:
+        if (other["stage"], other["sites"], other["faults"]) == (row["stage"], row["sites"], 0):
+            rate = float(other["steps"] / other["seconds"])
+            return 100 * float(row["steps"] / row["seconds"]) / rate
+    raise AssertionError("there is no row without faults")
 
 
 def of_guard() -> Iterator[Claim]:
