@@ -67,7 +67,8 @@ SparseLoCo's code to twice the larger rate."""
 
 
 def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
-    """Returns the number of inner steps that a flight takes. Short rounds reduce the default.
+    """Returns the number of inner steps that a flight takes. The default is smaller if rounds are
+    short.
 
     Examples:
         >>> overlap_for(100, None), overlap_for(4, None), overlap_for(1, None), overlap_for(4, 2)

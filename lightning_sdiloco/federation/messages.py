@@ -290,8 +290,8 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The hub's position. A site that has applied more or different records refuses this
-    message.
+    """The hub's position. A site that has applied more records than the hub, or different ones,
+    refuses this message.
     """
 
     closed: tuple[Position, ...]
@@ -307,8 +307,8 @@ class Heartbeat(Message):
     """The heartbeat of a training site. No other heartbeat renews a lease.
 
     Attributes:
-        trained_steps: The number of inner steps of this incarnation, counted once for each
-            fragment.
+        trained_steps: The number of inner steps that this incarnation has trained, multiplied by
+            the number of fragments.
         lost_steps: The number of inner steps whose contributions were dropped because they were
             late.
         inner_lr: The largest inner learning rate at the last launch.

@@ -1,9 +1,9 @@
 """The addresses that a rank listens on, and a check that all ranks can reach each other.
 
-gloo uses the interface in ``GLOO_SOCKET_IFNAME`` or, if it is not set, the address of the host
-name. If worker groups have a faster internal network, ``SDILOCO_EXCHANGE_INTERFACE`` names the
-interface for the process groups between worker groups. The interface is not an argument of the
-strategy because it may differ between machines.
+gloo uses the interface in ``GLOO_SOCKET_IFNAME`` or, if that variable is not set, the address that
+the host name resolves to. If worker groups have a faster internal network,
+``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the process groups between worker groups. The
+interface is not an argument of the strategy because it may differ between machines.
 
 [Note: reachability first] A process group connects its ranks when it is created, or in its first
 collective. If a rank cannot be reached, the process group waits until its timeout, and the error

@@ -139,7 +139,7 @@ _NEEDED = {
 }
 
 _SET = ("_launcher", "_device_mesh")
-"""Names that this package sets, so that they always exist.
+"""Names that this package itself sets, so they always exist.
 
 The corresponding public names show whether Lightning uses them.
 """

@@ -145,7 +145,7 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubClient:
-        """Connects to the hub with the bundle's name and, by default, its run."""
+        """Connects to the hub under the bundle's name and, by default, for the bundle's run."""
         if self.hub is None:
             raise ValueError("The hub's address is missing. Specify --hub ADDRESS:PORT.")
         name = str(role)
