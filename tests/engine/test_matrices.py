@@ -343,4 +343,4 @@ def test_the_cost_of_a_direction_is_said_once_where_it_is_large(
         cheap.note(number % 2, landed, mapping_s=0.09)
         costly.note(number % 2, landed, mapping_s=0.11)
     assert len(caplog.messages) == 1
-    assert "for 11 % of the time (0.22 s in each round of 2 s)" in caplog.messages[0]
+    assert "spends 11 % of the time (0.22 s in each round of 2 s)" in caplog.messages[0]
