@@ -98,19 +98,16 @@ class StreamingDiLoCo:
             ``sync_every`` and the compression.
         fragments: How the model is divided. Pass ``"strided:3"`` or ``"sequential:3"`` to set the
             number of repeated blocks per fragment. By default, a fragment contains an eighth of the
-            blocks, with a minimum of one and a maximum of three. Deeper models have more blocks per
-            fragment so that there are at most 32 fragments. ``"balanced"`` creates the same number
-            of fragments as ``"strided"``, but with equal sizes. Pass an integer to create that many
-            fragments of equal size. Alternatively, for each fragment, pass a list of shell-style
-            patterns for parameter names.
+            blocks, from one to three, or more if there would be over 32 fragments. ``"balanced"``
+            creates as many fragments of equal size, and an integer creates that many. You can also
+            pass a list of shell-style patterns for parameter names for each fragment.
         compression: How outer gradients are encoded. Pass a `Compression` or a name from
             ``compression.COMPRESSIONS``, such as ``"fp4"``.
         outer_lr: The learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: The momentum of the outer Nesterov SGD as defined by torch, or ``"auto"``.
         outer_optimizer: A callable that takes the flat float32 shards, one per fragment, and
             returns an elementwise torch optimizer to replace the Nesterov SGD. Alternatively, pass
-            an `OuterOptimizer` to configure a rate schedule, clipping, a guard against outliers and
-            the location of the outer state.
+            an `OuterOptimizer` to configure schedule, clipping, guard and location.
         exchange: How the groups average their encoded outer gradients. Pass ``"gather"``,
             ``"two_shot"`` or ``"auto"``, each optionally with the suffix ``":nccl"``, or pass a
             `TwoShot`.
@@ -118,11 +115,11 @@ class StreamingDiLoCo:
             rounds. By default, there is no dense beginning.
         schedule: A `LaunchSchedule`, such as `Selective`, that determines when fragments launch. By
             default, each fragment launches every ``sync_every`` inner steps.
-        weighing: A `Weighing`, which determines each group's weight in a mean. By default, this
-            weight is proportional to the number of inner steps that the group trained.
+        weighing: A `Weighing`, which determines each group's weight in a mean. The default is the
+            number of inner steps that the group has trained.
         route: A `Route`, such as `RandomPairs`, that determines which groups exchange with each
-            other in a round. By default, all groups exchange with each other. With a route, groups
-            have different outer parameters, and you need `group_mean` to evaluate the outer model.
+            other in a round. By default, all groups do. With a route, groups have different outer
+            parameters, and you need `group_mean` to evaluate the outer model.
         untrained: How to handle buffers and frozen parameters. Map name patterns to ``"mean"``,
             ``"first"`` or ``"own"``. By default, statistics of normalization layers are averaged,
             other small buffers are taken from the first group, and each group keeps its own large
@@ -130,15 +127,13 @@ class StreamingDiLoCo:
         timeout: The maximum time that a fragment may be in flight.
         federation: The `Federation` that these ranks join as a separately launched site. By
             default, all worker groups are launched together.
-        inner_optimizers: The optimizers of your training loop. `save` stores their state, and the
-            engine resets non-finite values in that state. If the optimizers keep copies of the
-            weights, a landing updates these copies as well.
+        inner_optimizers: The optimizers of your training loop. `save` stores their state, the
+            engine resets non-finite values in it, and landings update copies of the weights.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be divided as requested, the
-            ranks' arguments or models differ, or an inner optimizer keeps a copy of the weights
-            outside its state.
+        ValueError: If an argument is out of range, the model cannot be divided as requested, ranks
+            differ, or an inner optimizer keeps a copy of the weights outside its state.
         TypeError: If an argument is unknown.
 
     Examples:
