@@ -126,9 +126,10 @@ def of_goodput() -> Iterator[Claim]:
 
 def _efficiency(rows: Any, row: Any) -> float:
     """Returns the steps that count in percent of those without faults."""
-    for other in rows:
-        if (other["stage"], other["sites"], other["faults"]) == (row["stage"], row["sites"], 0):
-            rate = float(other["steps"] / other["seconds"])
+    for faultless in rows:
+        kind = (faultless["stage"], faultless["sites"], faultless["faults"])
+        if kind == (row["stage"], row["sites"], 0):
+            rate = float(faultless["steps"] / faultless["seconds"])
             return 100 * float(row["steps"] / row["seconds"]) / rate
     raise AssertionError("there is no row without faults")
 
