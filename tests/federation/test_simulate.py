@@ -128,14 +128,6 @@ def meet_and_keep(self: Progress, closed: Position, kept_from: int) -> None:
     self.records = records
 
 
-def meet_and_keep_later(self: Progress, closed: Position, kept_from: int) -> None:
-    """Keeps the records after the last one of the hub, if it has those before."""
-    records = self.records
-    meet_hub(self, closed, kept_from)
-    if closed.round in self.records:
-        self.records = records
-
-
 def meet_as_before(self: Progress, closed: Position, kept_from: int) -> None:
     """Remembers which calls it has declined before."""
     skipped = self.skipped
@@ -355,11 +347,6 @@ PLANTED = [
     ),
     Planted("an altered payload stays in the store", 112, [(SimulatedStore, "drop", always(None))]),
     Planted("records of another hub are kept", 112, [(Progress, "meet_hub", meet_and_keep)]),
-    Planted(
-        "records that were rolled back are kept",
-        67087,
-        [(Progress, "meet_hub", meet_and_keep_later)],
-    ),
     Planted("what was rolled back is fetched on", 33137, [(RecordQueue, "welcome", fetch_on)]),
     Planted(
         "calls declined before are declined for ever", 30, [(Progress, "meet_hub", meet_as_before)]
