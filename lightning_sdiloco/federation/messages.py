@@ -409,7 +409,7 @@ class Lost:
     is_busy: bool = False
 
 
-NO_STATE = "no site has a state, so the hub is waiting for a site that returns with one"
+NO_STATE = "no site has a state"
 """The reason given to a site that is waiting for a state."""
 
 SiteEvent = (

@@ -208,10 +208,12 @@ class HubOfRun(NamedTuple):
             return True
         address, port = hub_addresses(self.address)[0]
         keys = b""
-        if is_private(address):
-            with suppress(OSError), socket.create_connection((address, port - 1), _ASKING) as hub:
-                hub.sendall(f"{site}\n".encode())
-                keys = hub.makefile("rb").read()
+        with suppress(OSError):
+            # The hub's name may not be resolved yet.
+            if is_private(address):
+                with socket.create_connection((address, port - 1), _ASKING) as hub:
+                    hub.sendall(f"{site}\n".encode())
+                    keys = hub.makefile("rb").read()
         if keys:
             self._made_keys.mkdir(mode=0o700, parents=True, exist_ok=True)
             with suppress(FileExistsError):

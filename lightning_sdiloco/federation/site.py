@@ -840,7 +840,7 @@ class FederatedWorld:
                 self.follower.lose(self._now)
             case Waiting():
                 self._warn_of_waiting(event.why)
-                if event.why == NO_STATE:
+                if event.why.startswith(NO_STATE):
                     # A donor that was refused may send a sound state now.
                     self._refused.clear()
 

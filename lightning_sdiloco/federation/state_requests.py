@@ -163,7 +163,8 @@ class States:
                 " state",
                 site,
             )
-            self._notify(event_of(Waiting(NO_STATE)), [site])
+            why = f"{NO_STATE}, so the hub is waiting for a site that returns with one"
+            self._notify(event_of(Waiting(why)), [site])
 
     def _open_request(self, ledger: Ledger, site: str, need: Need) -> StateRequest | None:
         """Returns an open request whose state can also serve a site."""

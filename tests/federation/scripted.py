@@ -200,7 +200,7 @@ class ScriptedSite:
                 self.take_over(event.header, state, event.source)
             case Waiting():
                 self.messages.append(event.why)
-                if event.why == NO_STATE:
+                if event.why.startswith(NO_STATE):
                     self.refuse_donors()
             case Lost():
                 follower.lose(time.monotonic())

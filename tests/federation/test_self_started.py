@@ -367,6 +367,15 @@ def test_a_host_that_does_not_see_the_folder_of_keys_is_told_so_by_name(
     assert hub_elsewhere.keys_of_sites == tmp_path / "hub" / "keys"
 
 
+def test_a_host_waits_for_its_keys_while_the_name_of_the_hub_is_not_resolved(
+    tmp_path: Path,
+) -> None:
+    require_extra()
+    hub = HubOfRun(RUN, "hub.invalid:29400", 2, tmp_path / "hub", is_here=False)
+    with pytest.raises(ValueError, match=r"but this host has no such folder. .* Use a folder"):
+        hub.prepare("b", patience=0.3)
+
+
 def test_a_hub_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     require_extra()
     (tmp_path / "hub.sqlite").write_text("no ledger")
