@@ -13,6 +13,7 @@ RESULTS = {
     "curve": "docs/benchmarks/curve.json",
     "rivals": "docs/benchmarks/rivals.json",
     "goodput": "docs/benchmarks/goodput.json",
+    "federated": "docs/benchmarks/federated.json",
 }
 """The file of results of each planned benchmark, by its module."""
 
