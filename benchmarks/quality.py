@@ -12,6 +12,7 @@ settings that a user gets.
   bare name, where it also chooses H; and one group on the batches of all groups.
 - ``screen``: one factor at a time, starting from two groups and H=50, on the tuning seeds.
 - ``shares``: 4 and 8 groups with other lengths of the dense beginning, on one seed.
+- ``links``: the bare name on links on which float32 gradients take 10, 30 and 100 inner steps.
 - ``bands``: 4 groups by the bare name with other values of H, and both methods with other inner
   learning rates, on one seed.
 - ``muon``: Muon for the matrices in both methods: its rates, and the settings that the strategy
@@ -54,6 +55,11 @@ from lightning_sdiloco.algorithm.config import (
     round_lengths,
 )
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
+from lightning_sdiloco.lightning.options import dense_rounds_alone, is_hidden
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.workload import FLOAT32, Groups
+from lightning_sdiloco.planning.workload import Model as Workload
 
 Pair = tuple[Training, Training]
 """A training in worker groups and one with DDP."""
@@ -149,6 +155,15 @@ TRIED_MUON = (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 OTHER_LENGTHS = (20, 40, 70, 100)
 OTHER_RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """H and inner learning rates of the bands; with four groups at 0.1M the bare name means H=10."""
+
+LINKS = (10, 30, 100)
+"""The inner steps that DDP's float32 gradients take on a link."""
+
+ROUND_TRIP = 0.05
+"""The round trip of such a link, in inner steps."""
+
+DENSE_EVERY = (4, 8)
+"""The dense rounds that the strategy tries before regular rounds of up to 20 inner steps."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
 """The outer step of runs that do not set a direction."""
@@ -295,6 +310,68 @@ def bands(size: str) -> Iterator[tuple[str, Pair]]:
         yield at_rate(f"{size}, M=4, bare name", rate), pair_at_rate
 
 
+class OnLink(NamedTuple):
+    """What the bare name chooses on a link.
+
+    Attributes:
+        sync_every: H.
+        overlap_steps: The inner steps of a flight.
+        dense: The dense beginning, if there is one.
+        waits: The share of the time for which training waits for the link.
+    """
+
+    sync_every: int
+    overlap_steps: int
+    dense: DenseBeginning | None
+    waits: float
+
+
+def chosen_for_link(size: str, groups: int, step_times: float) -> OnLink:
+    """Returns the choice on a link on which DDP's float32 gradients take this many inner steps."""
+    steps = pair(size, groups, rates=MODELS[size].alone[groups])[0].steps
+    model = MODELS[size].size.make()
+    workload = Workload.of_parameters(dict(model.named_parameters()))
+    ring = 2 * (groups - 1) / groups * FLOAT32 * workload.numel
+    link = Link(8 * ring / step_times / 1e9, round_trip=ROUND_TRIP)
+
+    def method(settings: Settings) -> Streaming:
+        return Streaming(workload, settings, Groups(step_time=1.0, groups=groups))
+
+    candidates = []
+    for sync_every in round_lengths(steps):
+        overlap_steps = overlap_in_round(sync_every)
+        candidates.append(
+            Settings(sync_every=sync_every, overlap_steps=overlap_steps, fragments="strided")
+        )
+    hidden = [settings for settings in candidates if is_hidden(method(settings), link)]
+    settings = [*hidden, candidates[-1]][0]
+    chosen_dense = None
+    for sync_every in DENSE_EVERY:
+        dense = dense_for(groups, steps, settings, sync_every)
+        if dense is not None and is_hidden(method(dense_rounds_alone(settings, dense)), link):
+            chosen_dense = dense
+            break
+    waits = 1 - method(settings).utilisation(link)
+    return OnLink(settings.sync_every, settings.overlap_steps, chosen_dense, waits)
+
+
+def on_links(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields the bare name on links of different speeds."""
+    model = MODELS[size]
+    for seed, groups, step_times in product(model.seeds, model.alone, LINKS):
+        choice = chosen_for_link(size, groups, step_times)
+        choices: dict[str, Any] = {
+            "sync_every": choice.sync_every,
+            "overlap_steps": choice.overlap_steps,
+            "fragments": "strided",
+            "outer_optimizer": EQUALISED,
+        }
+        if choice.dense is not None:
+            choices["dense_beginning"] = choice.dense
+        name = f"{size}, M={groups}, on a link of {step_times} inner steps"
+        yield name, pair(size, groups, seed, model.alone[groups], **choices)
+
+
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods."""
     for groups in MODELS[size].rates:
@@ -377,6 +454,7 @@ STAGES = {
     "alone": Stage("what the strategy does by itself", ["0.1M"], by_itself),
     "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
     "shares": Stage("shares of the steps as dense beginning", ["0.1M"], shares),
+    "links": Stage("the bare name on links of different speeds", ["0.1M"], on_links),
     "bands": Stage("other H and other inner learning rates", ["0.1M"], bands),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
     "unequal": Stage("files of its own for each group", ["0.1M"], unequal),
