@@ -24,6 +24,7 @@ import torch
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
 from benchmarks import (
+    federated,
     finetuning,
     flights,
     memory,
@@ -89,6 +90,30 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
     measured = content["measured"]
     assert measured["command"] == f"python -m benchmarks.{name} --quick"
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= measured.keys()
+
+
+@pytest.mark.slow
+def test_sites_train_what_groups_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    federated.main(["--quick", "--json", str(tmp_path / "federated.json")])
+    sites, loss = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert int(sites) == 4
+    groups, _ = quality.alone(federated.SIZE, 4, quality.HELD_OUT[0], sync_every=None)
+    text = groups.text()
+    loop = Loop(replace(groups, budget=federated.QUICK_BUDGET), text)
+    loop.run()
+    outer = groups.model()
+    outer.load_state_dict(loop.engines[0].outer_state_dict())
+    # Sites end with their last round, and groups with a mean of their models.
+    assert text.loss(loop.finish()) < float(loss) < text.loss(outer)
+
+
+def test_a_slower_link_takes_the_dense_beginning_and_then_longer_rounds() -> None:
+    choices = [quality.chosen_for_link("0.1M", 8, step_times) for step_times in quality.LINKS]
+    assert [choice.sync_every for choice in choices] == [10, 10, 20]
+    assert [choice.dense is not None for choice in choices] == [True, False, False]
+    assert max(choice.waits for choice in choices) < 0.01
+    four = [quality.chosen_for_link("0.1M", 4, step_times) for step_times in quality.LINKS]
+    assert [choice.sync_every for choice in four] == [10, 10, 20]
 
 
 def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path: Path) -> None:
