@@ -738,7 +738,7 @@ def _check_run(status: Numbers) -> Iterator[Finding]:
     """Reports the run's state, the hub's disk space, and whether versions are compatible."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
-        missing = f"{status['missing']} more sites are needed; here: {sites}"
+        missing = f"sites still missing: {status['missing']}; here: {sites}"
         yield Finding("ok", "run", f"not founded yet: {missing}")
         return
     if status["trouble"]:

@@ -48,7 +48,7 @@ def as_table(status: Status) -> Group:
     """Shows the run in two tables, or the missing sites if the run has not been founded yet."""
     if not status["founded"]:
         sites = ", ".join(status["here"]) or "none"
-        missing = f"{status['missing']} more sites are needed; here: {sites}"
+        missing = f"sites still missing: {status['missing']}; here: {sites}"
         return Group(Text(f"run {status['run']}: being founded, {missing}"))
     parts: list[Text | Table] = [Text(f"run {status['run']}: {status['records']} records")]
     if status["trouble"]:

@@ -206,7 +206,7 @@ def test_the_table_of_the_status_names_troubles_sites_and_their_numbers() -> Non
     table = printed(STATUS)
     for entry in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
         assert entry in table
-    assert "2 more sites are needed; here: a" in printed(FOUNDING)
+    assert "sites still missing: 2; here: a" in printed(FOUNDING)
 
 
 def test_every_metric_of_a_site_is_documented() -> None:
@@ -352,7 +352,7 @@ def test_the_doctor_reports_identity_run_distance_of_the_hub_and_obstacles(
     # Loopback; bounded bytes.
     assert report["bits_per_second_to_hub"] > 1e6
     assert report["bits_per_second_from_hub"] > 1e6
-    assert report["run"]["found"] == "not founded yet: 1 more sites are needed; here: none"
+    assert report["run"]["found"] == "not founded yet: sites still missing: 1; here: none"
     foreign = init_keys(world.folder / "others", RUN)
     report = examined(*at_hub, "--keys", str(foreign), code=1)
     assert "handshake" in report["hub"]["found"].lower()
