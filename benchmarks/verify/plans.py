@@ -13,6 +13,8 @@ RESULTS = {
     "curve": "docs/benchmarks/curve.json",
     "rivals": "docs/benchmarks/rivals.json",
     "goodput": "docs/benchmarks/goodput.json",
+    "shipped": "docs/benchmarks/shipped.json",
+    "experts": "docs/benchmarks/experts.json",
 }
 """The file of results of each planned benchmark, by its module."""
 
