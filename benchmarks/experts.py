@@ -42,9 +42,9 @@ BUDGET = 1.5
 TUNING_SEED = 0
 SEEDS = (10, 11, 12)
 
-TRIED = (3e-3, 6e-3, 1.2e-2)
-DDP_LR = 6e-3
-LR = 6e-3
+TRIED = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+DDP_LR = 3e-3
+LR = 3e-3
 """The best inner learning rates, of those that stage ``rates`` tries."""
 
 OTHERS = [
@@ -86,8 +86,11 @@ class ApartBlock(MoEBlock):
     @override
     def mixture(self, tokens: Tensor) -> Tensor:
         """Returns the chosen experts' output for each token."""
-        self.experts_in = torch.stack([expert.inside for expert in self.experts])
-        self.experts_out = torch.stack([expert.outside for expert in self.experts])
+        experts: Any = self.experts
+        # Plain tensors take the places of the parameters that the example has.
+        block: Any = self
+        block.experts_in = torch.stack([expert.inside for expert in experts])
+        block.experts_out = torch.stack([expert.outside for expert in experts])
         return super().mixture(tokens)
 
 
@@ -111,7 +114,8 @@ class BalancedGroup(Group):
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, tokens[:trained], targets[:trained])
-        loads = [block.load_loss for block in self.model.blocks]
+        blocks: Any = self.model.blocks
+        loads = [block.load_loss for block in blocks]
         (loss + BALANCE * torch.stack(loads).sum()).backward()
 
 
@@ -160,20 +164,16 @@ def verdict() -> Iterator[tuple[str, Pair]]:
 
 
 def quick() -> Iterator[tuple[str, Pair]]:
-    less = {"size": Size(LAYERS, WIDTH, HEADS, 16), "budget": 0.01, "validation_windows": 32}
     for setting in FRAGMENTS:
-        yield setting, (replace(ours(setting), **less), replace(ddp(), **less))
+        yield setting, (shortened(ours(setting)), shortened(ddp()))
+
+
+def shortened(training: ExpertTraining) -> ExpertTraining:
+    size = Size(LAYERS, WIDTH, HEADS, context=16)
+    return replace(training, size=size, budget=0.01, validation_windows=32)
 
 
 STAGES: dict[str, Callable[[], Iterator[tuple[str, Pair]]]] = {"rates": rates, "verdict": verdict}
-
-
-def planned(pairs: Iterator[tuple[str, Pair]]) -> dict[str, list[Pair]]:
-    """Returns the pairs by their setting."""
-    settings: dict[str, list[Pair]] = {}
-    for setting, pair in pairs:
-        settings.setdefault(setting, []).append(pair)
-    return settings
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,9 +182,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
     )
     options = runs.parsed(parser, arguments)
-    settings = planned(quick() if options.quick else STAGES[options.stage]())
+    pairs = list(quick() if options.quick else STAGES[options.stage]())
+    settings = runs.by_setting(pairs)
     finished = Runs("experts", options.json)
-    finished.make(runs.of_pairs(settings), options.workers, options.minutes)
+    # Seed by seed, so that an interrupted stage has whole seeds.
+    trainings = [training for _, pair in pairs for training in pair]
+    finished.make(trainings, options.workers, options.minutes)
     title = f"{options.stage}: {GROUPS} groups, {parameters(SIZE):,} parameters"
     comparison.tell(title, comparison.compared(finished, settings), finished, options)
 

@@ -7,8 +7,8 @@ package ships.
 The package rxnmapper contains an ALBERT that is pretrained on chemical reactions, as a masked
 language model of SMILES strings. Adapters of peft are fine-tuned for 200 steps on single molecules,
 whose strings are in the package chemicals. Nothing is downloaded when it runs. It needs both
-packages (``pip install --no-deps rxnmapper chemicals``), peft and transformers, in the versions of
-constraints.txt. There are two stages:
+packages (``pip install --no-deps rxnmapper==0.4.3 chemicals==1.5.2``), and peft and transformers in
+the versions of constraints.txt. There are two stages:
 
 - ``rates``: the inner learning rate, separately for DDP and for worker groups, with one seed.
 - ``verdict``: three other seeds, with the rates of the previous stage, each paired with a DDP run
@@ -42,9 +42,10 @@ from lightning_sdiloco.algorithm.config import overlap_in_round, round_lengths
 # The folder of text_data is on the path since the import of benchmarks.models.
 from text_data import Windows  # isort: skip
 
+VERSIONS = {"rxnmapper": "0.4.3", "chemicals": "1.5.2"}
 SHIPPED = "models/transformers/albert_heads_8_uspto_all_1310k"
 STRINGS = "Identifiers/chemical identifiers pubchem large.tsv"
-"""The folder of the model in rxnmapper, and the file of molecules in chemicals."""
+"""The packages, the folder of the model in rxnmapper, and the file of molecules in chemicals."""
 
 SHORTEST, LONGEST = 24, 40
 """The tokens of a molecule."""
@@ -154,9 +155,11 @@ def molecules(validation_molecules: int) -> Molecules:
 def folder_of(package: str) -> Path:
     """Returns the folder of a package without importing it."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or version(package) != VERSIONS[package]:
+        wanted = f"{package}=={VERSIONS[package]}"
         raise ModuleNotFoundError(
-            f"The package {package} is not installed. Run: pip install --no-deps {package}"
+            f"{wanted} is not installed, whose files are measured. Run: pip install --no-deps"
+            f" {wanted}"
         )
     return Path(spec.origin).parent
 
@@ -219,7 +222,7 @@ def ddp(seed: int = TUNING_SEED, lr: float = DDP_LR) -> ShippedTraining:
         lr=lr,
         seed=seed,
         validation_windows=VALIDATION_MOLECULES,
-        shipped=f"rxnmapper {version('rxnmapper')}, chemicals {version('chemicals')}",
+        shipped=", ".join(f"{package} {number}" for package, number in VERSIONS.items()),
     )
 
 
@@ -253,8 +256,12 @@ def verdict() -> Iterator[tuple[str, Pair]]:
 
 
 def quick() -> Iterator[tuple[str, Pair]]:
-    less = {"budget": 12 * GROUPS * SIZE.context / PARAMETERS, "batch": 1, "validation_windows": 16}
-    yield "quick", (replace(ours(), **less), replace(ddp(), **less))
+    yield "quick", (shortened(ours()), shortened(ddp()))
+
+
+def shortened(training: ShippedTraining) -> ShippedTraining:
+    budget = 12 * GROUPS * SIZE.context / PARAMETERS
+    return replace(training, budget=budget, batch=1, validation_windows=16)
 
 
 STAGES: dict[str, Callable[[], Iterator[tuple[str, Pair]]]] = {"rates": rates, "verdict": verdict}
@@ -266,11 +273,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
     )
     options = runs.parsed(parser, arguments)
-    settings: dict[str, list[Pair]] = {}
-    for setting, pair in quick() if options.quick else STAGES[options.stage]():
-        settings.setdefault(setting, []).append(pair)
+    pairs = list(quick() if options.quick else STAGES[options.stage]())
+    settings = runs.by_setting(pairs)
     finished = Runs("shipped", options.json)
-    finished.make(runs.of_pairs(settings), options.workers, options.minutes)
+    # Seed by seed, so that an interrupted stage has whole seeds.
+    trainings = [training for _, pair in pairs for training in pair]
+    finished.make(trainings, options.workers, options.minutes)
     title = f"{options.stage}: {STEPS} steps, {ADAPTERS:,} of {PARAMETERS:,} parameters"
     comparison.tell(title, comparison.compared(finished, settings), finished, options)
 
