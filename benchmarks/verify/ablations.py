@@ -138,10 +138,10 @@ def of_shipped() -> Iterator[Claim]:
     groups, untrained = comparison.compared(runs("shipped"), by_setting(shipped.verdict()))
     before = _loss(untrained.ours)
     plain = _loss(groups.plain)
-    ours = _loss(groups.ours)
+    groups_loss = _loss(groups.ours)
     sent = mean_bytes(groups)
     sent_by_ddp = ring(shipped.GROUPS, shipped.ADAPTERS) * shipped.STEPS
-    kept = 100 * (before - ours) / (before - plain)
+    kept = 100 * (before - groups_loss) / (before - plain)
     pattern = (
         "two groups end # % above DDP, and send 1/# of its bytes (one seed). They keep # % of ..."
         " DDP gains"
@@ -150,7 +150,7 @@ def of_shipped() -> Iterator[Claim]:
     rows = {
         "before fine-tuning": [before],
         "DDP": [plain, sent_by_ddp / 1e6],
-        "two groups, bare name": [ours, *gap(groups), sent / 1e6],
+        "two groups, bare name": [groups_loss, *gap(groups), sent / 1e6],
     }
     yield Table(BENCHMARKS, ["LoRA of a shipped model"], rows)
     tuned = comparison.compared(runs("shipped"), by_setting(shipped.rates()))
