@@ -231,13 +231,18 @@ def alone(
     """
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
+    return pair(size, groups, seed, rates, inner, **of_strategy(groups, steps, sync_every))
+
+
+def of_strategy(groups: int, steps: int, sync_every: int | None = None) -> dict[str, Any]:
+    """Returns what the strategy chooses for a language model if only H is set, or nothing (None)."""
     choices: dict[str, Any] = {"fragments": "strided", "outer_optimizer": EQUALISED}
     if sync_every is None:
         sync_every = round_lengths(steps)[0]
         choices["overlap_steps"] = overlap_in_round(sync_every)
     dense = dense_for(groups, steps, Settings(sync_every=sync_every))
     choices |= {"dense_beginning": dense} if dense else {}
-    return pair(size, groups, seed, rates, inner, sync_every=sync_every, **choices)
+    return {**choices, "sync_every": sync_every}
 
 
 def single(size: str, groups: int, seed: int) -> Pair:

@@ -68,6 +68,16 @@ def of_pairs(settings: Mapping[str, Iterable[tuple[Training, Training]]]) -> lis
     return list(chain.from_iterable(chain.from_iterable(settings.values())))
 
 
+def by_setting(
+    pairs: Iterable[tuple[str, tuple[Training, Training]]],
+) -> dict[str, list[tuple[Training, Training]]]:
+    """Returns the pairs of each setting, in their order."""
+    settings: dict[str, list[tuple[Training, Training]]] = {}
+    for setting, pair in pairs:
+        settings.setdefault(setting, []).append(pair)
+    return settings
+
+
 class Runs:
     """The runs in a file. Each is saved as soon as it ends, and none is repeated."""
 

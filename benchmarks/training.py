@@ -89,7 +89,12 @@ class Training:
     @property
     def steps(self) -> int:
         windows = self.groups * self.batch
-        return round(self.budget * parameters(self.size) / (windows * self.size.context))
+        return round(self.budget * self.numel / (windows * self.size.context))
+
+    @property
+    def numel(self) -> int:
+        """The number of parameters of the model."""
+        return parameters(self.size)
 
     @property
     def rounds(self) -> int:

@@ -14,6 +14,8 @@ RESULTS = {
     "rivals": "docs/benchmarks/rivals.json",
     "goodput": "docs/benchmarks/goodput.json",
     "federated": "docs/benchmarks/federated.json",
+    "shipped": "docs/benchmarks/shipped.json",
+    "experts": "docs/benchmarks/experts.json",
 }
 """The file of results of each planned benchmark, by its module."""
 

@@ -12,7 +12,8 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
-from itertools import count
+from importlib.util import find_spec
+from itertools import count, islice
 from math import inf, isfinite
 from pathlib import Path
 from statistics import mean
@@ -24,6 +25,7 @@ import torch
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
 from benchmarks import (
+    experts,
     federated,
     finetuning,
     flights,
@@ -34,6 +36,7 @@ from benchmarks import (
     rivals,
     runs,
     scaling,
+    shipped,
     slow_links,
     training,
     vision,
@@ -66,6 +69,11 @@ IMAGES = ROOT / "docs" / "images"
 
 NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
+SHIPPED = pytest.mark.skipif(
+    not all(map(find_spec, ("rxnmapper", "chemicals", "peft", "transformers"))),
+    reason="needs the packages of benchmarks.shipped",
+)
+
 
 def quick(name: str, folder: Path) -> dict[str, Any]:
     """Runs a benchmark with as little as shows that it runs, and returns the file of results."""
@@ -80,7 +88,15 @@ def quick(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["overhead", "memory", "quality", "paper", pytest.param("finetuning", marks=pytest.mark.slow)],
+    [
+        "overhead",
+        "memory",
+        "quality",
+        "paper",
+        pytest.param("experts", marks=pytest.mark.slow),
+        pytest.param("finetuning", marks=pytest.mark.slow),
+        pytest.param("shipped", marks=SHIPPED),
+    ],
 )
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(name, tmp_path)
@@ -448,6 +464,62 @@ def test_of_a_model_with_adapters_only_these_are_trained_and_exchanged() -> None
     for fragment in groups.engines[0].fragments:
         exchanged.update(fragment.names)
     assert exchanged == changed
+
+
+def test_molecules_are_chosen_by_their_tokens_and_padded_to_equal_lengths() -> None:
+    numbers = {"C": 16, "Cl": 28, "[nH]": 40}
+    strings = ["C" * 23 + "Cl", "C" * 23 + "Cl", "C" * 23, "C" * 41, "C" * 23 + "Br", "[nH]" * 40]
+    rows = shipped.rows_of(strings, numbers)
+    short = [shipped.BEGIN, *[16] * 23, 28, shipped.END, *[shipped.PAD] * 16]
+    assert rows.tolist() == [short, [shipped.BEGIN, *[40] * 40, shipped.END]]
+
+
+def test_masks_hide_five_tokens_of_each_molecule_which_are_the_only_targets() -> None:
+    rows = shipped.rows_of(["C" * 24, "C" * 40, "CO" * 15], {"C": 16, "O": 19})
+    tokens, targets = shipped.masked(rows, torch.Generator().manual_seed(0))
+    hidden = tokens == shipped.MASK
+    assert hidden.sum(1).tolist() == [shipped.MASKED] * 3
+    assert torch.equal(targets != shipped.IGNORED, hidden)
+    assert torch.equal(torch.where(hidden, targets, tokens), rows)
+
+
+def test_groups_and_ddp_see_the_same_molecules_with_the_same_masks() -> None:
+    rows = shipped.rows_of(["C" * length for length in range(24, 41)], {"C": 16})
+    molecules = shipped.Molecules(rows, 1)
+    (first, _), second, third = islice(molecules.batches(3, 2), 3)
+    again = next(molecules.batches(3, 2, first=1))
+    assert all(map(torch.equal, second, again))
+    assert not torch.equal(first == shipped.MASK, third[0] == shipped.MASK)
+
+
+def test_experts_with_tensors_of_their_own_compute_as_in_the_example() -> None:
+    torch.manual_seed(0)
+    block = experts.ApartBlock()
+    example = experts.MoEBlock()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    values = block.state_dict()
+    for name in ("inside", "outside"):
+        stacked = [values.pop(f"experts.{number}.{name}") for number in range(experts.EXPERTS)]
+        values[{"inside": "experts_in", "outside": "experts_out"}[name]] = torch.stack(stacked)
+    example.load_state_dict(values)
+    x = torch.randn(2, 5, experts.WIDTH)
+    assert torch.equal(block(x), example(x))
+
+
+def test_experts_are_in_the_fragments_that_their_setting_names() -> None:
+    alone = []
+    for fragments in experts.FRAGMENTS.values():
+        model = experts.mixture_of_experts(experts.SIZE, 0)
+        (engine,) = SimulatedGroups([model], fragments=fragments).engines
+        of_experts = [
+            fragment.names
+            for fragment in engine.fragments
+            if all(".experts." in name for name in fragment.names)
+        ]
+        assert len(engine.fragments) == 3 + len(of_experts)
+        alone.append(len(of_experts))
+    assert alone == [0, experts.LAYERS, experts.LAYERS * experts.EXPERTS]
 
 
 def tiny(method: str, **changes: Any) -> NamedTraining:
