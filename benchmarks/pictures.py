@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import (
+    bands,
     flights,
     memory,
     overhead,
@@ -77,11 +78,16 @@ def draw_rivals_over_bytes(picture: Path) -> None:
     rivals.draw_over_bytes(numbers_of("rivals")["rows"], picture)
 
 
+def draw_bands(picture: Path) -> None:
+    bands.main(["--picture", str(picture)])
+
+
 def draw_scaling(picture: Path) -> None:
     scaling.main(["--picture", str(picture)])
 
 
 PICTURES: Mapping[str, Callable[[Path], None]] = {
+    "bands": draw_bands,
     "claims": partial(draw_rows, claims, "claims"),
     "flights": draw_flights,
     "gpu": draw_gpu,

@@ -157,6 +157,35 @@ def of_wrong_lengths() -> Iterator[Claim]:
     lengths = [10, *quality.OTHER_LENGTHS]
     pattern = "With H = #, #, #, # and #, four groups ended at #, #, #, # and # % relative to DDP"
     yield Sentence(CHOOSING, pattern, [*lengths, right, *wrong])
+    quarter, half, best, twice, four_times = (
+        settings[f"M=4, bare name, rate {rate:g}"] for rate in quality.OTHER_RATES
+    )
+    pattern = "four groups ended at #, # and # % relative to DDP with the same rate"
+    yield Sentence(CHOOSING, pattern, means(quarter, half, twice))
+    pattern = "At four times the best rate, they ended at # %"
+    yield Sentence(CHOOSING, pattern, means(four_times))
+    at_other_rates = (quarter, half, twice, four_times)
+    assert loss_of(best.ours) < min(loss_of(compared.ours) for compared in at_other_rates)
+    assert loss_of(best.plain) < min(loss_of(compared.plain) for compared in at_other_rates)
+
+
+def loss_of(same: Sequence[Run]) -> float:
+    return mean(run["loss"] for run in same)
+
+
+def of_links() -> Iterator[Claim]:
+    """The bare name on links that are scaled to the model: quality.json."""
+    settings = in_stage("links")
+    rows = {}
+    for step_times in quality.LINKS:
+        numbers: list[float] = []
+        for groups in GROUPS:
+            compared = settings[f"M={groups}, on a link of {step_times} inner steps"]
+            numbers += [compared.ours[0]["choices"]["sync_every"], *gap(compared)]
+            has_dense = "dense_beginning" in compared.ours[0]["choices"]
+            assert has_dense == (groups == 8 and step_times == quality.LINKS[0])
+        rows[f"{step_times} inner steps"] = numbers
+    yield Table(CHOOSING, ["DDP's float32 gradients take", "M=2", "M=4", "M=8"], rows)
 
 
 def of_half_a_million() -> Iterator[Claim]:
