@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
-from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation import self_started
+from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.epoch import Epoch
 from lightning_sdiloco.federation.keys import add_keys, load
 from lightning_sdiloco.federation.messages import Payload
@@ -124,6 +125,9 @@ class Hosts:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
+    def process_of(self, name: str) -> int:
+        return int(self._processes[name].pid)
+
     @property
     def hub_process(self) -> int:
         log = self.hub_folder / "hub.log"
@@ -204,6 +208,29 @@ def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
     until(lambda: "its sites have left" in hosts.logs(), PATIENCE)
 
 
+def test_a_hub_whose_process_alone_is_killed_is_restarted_by_the_site_on_its_host(
+    hosts_of: Callable[..., Hosts],
+) -> None:
+    hosts = hosts_of(2)
+    hosts.start(*hosts.names)
+    hosts.train(3, *hosts.names)
+    first_hub = hosts.hub_process
+    os.kill(first_hub, signal.SIGKILL)
+    hosts.train(3, *hosts.names)
+    # The second hub is no child of the site that watches it.
+    second_hub = hosts.hub_process
+    os.killpg(hosts.process_of("n0"), signal.SIGKILL)
+    hosts.start("n0")
+    hosts.train(3, *hosts.names)
+    assert hosts.hub_process == second_hub != first_hub
+    os.kill(second_hub, signal.SIGKILL)
+    hosts.train(3, *hosts.names)
+    models = hosts.end()
+    assert same(models[0], models[1])
+    assert f"The hub of run {RUN} has died" in (hosts.folder / "n0.log").read_text()
+    assert "has died" not in (hosts.folder / "n1.log").read_text()
+
+
 def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
     hosts_of: Callable[..., Hosts],
 ) -> None:
@@ -218,6 +245,112 @@ def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
     assert [path.name for path in bundles] == ["n1.bundle"]
     assert bundles[0].stat().st_mode & 0o077 == 0
     hosts.end()
+
+
+# The watch of a hub
+
+
+class Watched(NamedTuple):
+    """A hub that this process watches, and the warnings of the watch."""
+
+    hub: HubOfRun
+    caplog: pytest.LogCaptureFixture
+
+    @property
+    def process(self) -> int:
+        return int(re.findall(r"process (\d+): the hub", self.hub.log_file.read_text())[-1])
+
+    @property
+    def answers(self) -> bool:
+        return answers(*hub_addresses(self.hub.address)[0])
+
+    @property
+    def is_watched(self) -> bool:
+        return any(thread.name == "hub-watch" for thread in threading.enumerate())
+
+    def kill_until_restarted(self) -> None:
+        process = self.process
+        os.kill(process, signal.SIGKILL)
+        until(lambda: self.process != process, PATIENCE)
+
+    def warns(self, text: str) -> bool:
+        return any(re.search(text, record.getMessage()) for record in self.caplog.records)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Watched]:
+    require_extra()
+    caplog.set_level("INFO", self_started.__name__)
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path / "hub", True, insecure=True)
+    hub.prepare("a", patience=60.0)
+    watched = Watched(hub, caplog)
+    yield watched
+    if watched.answers:
+        os.kill(watched.process, signal.SIGTERM)
+    until(lambda: not watched.is_watched, PATIENCE)
+
+
+def test_a_hub_that_an_operator_stops_is_not_restarted(watched: Watched) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(watched.process, number)
+        until(lambda: watched.warns("is not restarted, because it was stopped by"), PATIENCE)
+        assert watched.warns(f"Its log is {watched.hub.log_file}")
+        time.sleep(1.5)
+        assert not watched.answers
+        watched.caplog.clear()
+        watched.hub.prepare("a", patience=60.0)
+        assert watched.answers, "a site that starts starts the hub"
+
+
+def test_a_hub_that_ends_with_an_error_is_not_restarted(watched: Watched) -> None:
+    Epoch(watched.hub.folder / "hub.sqlite")
+    message = "is not restarted, because of an error: This hub ends: another hub has started"
+    until(lambda: watched.warns(message), PATIENCE)
+    time.sleep(1.5)
+    assert not watched.answers
+    assert not watched.warns("has died")
+
+
+def test_a_killed_hub_whose_ledger_is_invalid_is_tried_once(watched: Watched) -> None:
+    (watched.hub.folder / "hub.sqlite").write_text("no ledger")
+    os.kill(watched.process, signal.SIGKILL)
+    until(
+        lambda: watched.warns(r"not restarted, because of an error: The ledger .* cannot be used")
+    )
+    assert len(re.findall("cannot be used", watched.hub.log_file.read_text())) == 1
+
+
+def test_a_hub_whose_sites_have_left_is_not_restarted(watched: Watched) -> None:
+    client = HubClient(watched.hub.address, RUN, "a", insecure=True)
+    client.call("leave")
+    client.close()
+    watched.hub._await_end()
+    until(lambda: not watched.is_watched, PATIENCE)
+    assert not watched.answers
+    assert watched.warns("is not restarted, because its sites have left")
+    assert not watched.warns("has died")
+
+
+def test_a_process_that_stays_for_its_hub_restarts_it(watched: Watched) -> None:
+    stay = threading.Thread(target=watched.hub._await_end)
+    stay.start()
+    watched.kill_until_restarted()
+    assert stay.is_alive()
+    os.kill(watched.process, signal.SIGTERM)
+    stay.join(PATIENCE)
+    assert not stay.is_alive()
+
+
+def test_a_hub_that_dies_again_and_again_is_restarted_ever_later(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_started, "_LONGEST_DELAY", 3.0)
+    for delay in (1, 2, 3):
+        watched.kill_until_restarted()
+        assert watched.warns(
+            f"has died. This site restarts it in {delay} s. Its log is {watched.hub.log_file}"
+        )
+        watched.caplog.clear()
 
 
 # Launches
