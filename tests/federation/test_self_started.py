@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import links
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.federation import self_started
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
@@ -38,6 +39,7 @@ from lightning_sdiloco.launch.hosts import (
 )
 from tests.bits import same
 from tests.federation.hubs import Line, World, require_extra, until
+from tests.namespaces import switched_sites
 from tests.ranks import PATIENCE, replace_environment
 from tests.training import inner_optimizer, mlp, train_step
 
@@ -54,8 +56,12 @@ def free_port() -> int:
 
 
 def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
-    """Trains the site of a host until the run ends, and notes its rounds."""
+    """Trains the site of a host until the run ends, and notes its rounds. A host on a machine keeps
+    checkpoints.
+    """
     os.setsid()
+    if variables["HOST_MACHINE"]:
+        links.enter(variables["HOST_MACHINE"])
     os.environ.update(variables)
     log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
@@ -68,10 +74,15 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
     optimizer = inner_optimizer("adamw", model)
     federation = Federation(RUN, sites=hosts, lease=3.0)
     engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], federation=federation, **CHOICES)
+    checkpoint = folder / f"{name}.ckpt"
+    if checkpoint.exists():
+        states = torch.load(checkpoint, weights_only=False)
+        engine.load_state_dict(states["engine"])
+        optimizer.load_state_dict(states["optimizer"])
     engine.join()
     follower = engine.loop.follower  # type: ignore[attr-defined]
     longest_step = 0.0
-    step = 0
+    step = engine.inner_steps
     while not engine.loop.is_over:
         step += 1
         train_step(model, optimizer, int(name[1:]), step)
@@ -82,16 +93,32 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
         new = folder / f"{name}.new"
         new.write_text(json.dumps({**notes, "longest_step": longest_step}))
         new.rename(folder / f"{name}.json")
+        if variables["HOST_MACHINE"] and step % 16 == 0:
+            states = {"engine": engine.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(states, new)
+            new.rename(checkpoint)
         time.sleep(0.01)
     engine.finish()
     torch.save(model.state_dict(), folder / f"{name}.pt")
 
 
-class Hosts:
-    """Hosts on this machine, of which the first has the hub."""
+def end_run(machine: str, address: str, keys: Path) -> None:
+    """Ends the run as an operator, from a machine."""
+    if machine:
+        links.enter(machine)
+    client = HubClient(address, RUN, "operator", keys, role="operator")
+    client.call("end")
+    client.close()
 
-    def __init__(self, folder: Path, number: int, share_disk: bool = True) -> None:
+
+class Hosts:
+    """Hosts on this machine, or each on a machine, of which the first has the hub."""
+
+    def __init__(
+        self, folder: Path, number: int, share_disk: bool = True, machines: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
+        self.machines = {f"n{index}": machine for index, machine in enumerate(machines)}
         self.share_disk = share_disk
         self.names = [f"n{index}" for index in range(number)]
         self.address = f"127.0.0.1:{free_port()}"
@@ -106,9 +133,16 @@ class Hosts:
             number = str(self.names.index(name))
             variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": number}
             variables["HOST_DISK"] = str(self.disk_of(name))
+            variables["HOST_MACHINE"] = self.machines.get(name, "")
             arguments = (self.folder, name, variables, len(self.names))
             self._processes[name] = self._context.Process(target=train_host, args=arguments)
             self._processes[name].start()
+
+    def move_hub(self, name: str) -> None:
+        """Makes the machine of a host the first one."""
+        self.names.remove(name)
+        self.names.insert(0, name)
+        self.address = f"10.79.0.{int(name[1:]) + 1}:29500"
 
     def disk_of(self, name: str) -> Path:
         return self.folder if self.share_disk else self.folder / f"disk-{name}"
@@ -127,6 +161,14 @@ class Hosts:
 
     def process_of(self, name: str) -> int:
         return int(self._processes[name].pid)
+
+    def exit_code(self, name: str) -> int | None:
+        self._processes[name].join(PATIENCE)
+        return self._processes[name].exitcode
+
+    @property
+    def epoch(self) -> int:
+        return int((self.hub_folder / "hub.epoch").read_text().split()[0])
 
     @property
     def hub_process(self) -> int:
@@ -150,9 +192,11 @@ class Hosts:
     def end(self) -> list[dict[str, torch.Tensor]]:
         """Ends the run as an operator; returns the models of all hosts."""
         keys = add_keys(self.hub_folder / "keys", "operator", role="operator")
-        client = HubClient(self.address, RUN, "operator", keys, role="operator")
-        client.call("end")
-        client.close()
+        machine = self.machines.get(self.names[0], "")
+        operator = self._context.Process(target=end_run, args=(machine, self.address, keys))
+        operator.start()
+        operator.join(PATIENCE)
+        assert operator.exitcode == 0
         for process in self._processes.values():
             process.join(PATIENCE)
             assert process.exitcode == 0, self.logs()
@@ -229,6 +273,41 @@ def test_a_hub_whose_process_alone_is_killed_is_restarted_by_the_site_on_its_hos
     assert same(models[0], models[1])
     assert f"The hub of run {RUN} has died" in (hosts.folder / "n0.log").read_text()
     assert "has died" not in (hosts.folder / "n1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_another_machine_takes_over_the_hub_of_one_that_is_lost_for_good(
+    hosts_of: Callable[..., Hosts],
+) -> None:
+    with switched_sites(3) as machines:
+        hosts = hosts_of(3, machines=machines)
+        hosts.move_hub("n0")
+        hosts.start(*hosts.names)
+        hosts.train(3, *hosts.names)
+        epoch = hosts.epoch
+        for name in ("n0", "n1", "n2"):
+            hosts.kill(name)
+        first_hub = hosts.hub_process
+        hosts.move_hub("n1")
+        hosts.start("n1", "n2")
+        hosts.train(3, "n1", "n2")
+        assert hosts.hub_process != first_hub
+        assert hosts.epoch > epoch
+        # The lost machine comes back and still has the settings of its last launch.
+        hosts.move_hub("n0")
+        hosts.start("n0")
+        assert hosts.exit_code("n0") == 1
+        assert "another process has the ledger open" in (hosts.folder / "n0.log").read_text()
+        hosts.move_hub("n1")
+        # The end of that hub does not concern the watch of this one.
+        os.kill(hosts.hub_process, signal.SIGKILL)
+        hosts.train(3, "n1", "n2")
+        hosts.start("n0")
+        hosts.train(3, "n0", "n1", "n2")
+        models = hosts.end()
+    assert len(models) == 3
+    assert all(same(model, models[0]) for model in models)
 
 
 def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
