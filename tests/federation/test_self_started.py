@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,10 +57,8 @@ def free_port() -> int:
 # Hosts
 
 
-def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
-    """Trains the site of a host until the run ends, and notes its rounds. A host on a machine keeps
-    checkpoints.
-    """
+def become_host(folder: Path, name: str, variables: Mapping[str, str]) -> None:
+    """Makes this process the first one of a host."""
     os.setsid()
     if variables["HOST_MACHINE"]:
         links.enter(variables["HOST_MACHINE"])
@@ -70,15 +70,25 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
     os.chdir(os.environ["HOST_DISK"])
     socket.gethostname = lambda: name
     torch.set_num_threads(1)
+
+
+def resume(checkpoint: Path, *parts: Any) -> None:
+    if checkpoint.exists():
+        for part, state in zip(parts, torch.load(checkpoint, weights_only=False), strict=True):
+            part.load_state_dict(state)
+
+
+def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
+    """Trains the site of a host until the run ends, and notes its rounds. A host on a machine keeps
+    checkpoints.
+    """
+    become_host(folder, name, variables)
     model = mlp()
     optimizer = inner_optimizer("adamw", model)
     federation = Federation(RUN, sites=hosts, lease=3.0)
     engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], federation=federation, **CHOICES)
     checkpoint = folder / f"{name}.ckpt"
-    if checkpoint.exists():
-        states = torch.load(checkpoint, weights_only=False)
-        engine.load_state_dict(states["engine"])
-        optimizer.load_state_dict(states["optimizer"])
+    resume(checkpoint, engine, optimizer)
     engine.join()
     follower = engine.loop.follower  # type: ignore[attr-defined]
     longest_step = 0.0
@@ -94,8 +104,7 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
         new.write_text(json.dumps({**notes, "longest_step": longest_step}))
         new.rename(folder / f"{name}.json")
         if variables["HOST_MACHINE"] and step % 16 == 0:
-            states = {"engine": engine.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(states, new)
+            torch.save((engine.state_dict(), optimizer.state_dict()), new)
             new.rename(checkpoint)
         time.sleep(0.01)
     engine.finish()
@@ -333,7 +342,7 @@ class Watched(NamedTuple):
     """A hub that this process watches, and the warnings of the watch."""
 
     hub: HubOfRun
-    caplog: pytest.LogCaptureFixture
+    caplog: Any
 
     @property
     def process(self) -> int:
@@ -410,14 +419,28 @@ def test_a_hub_whose_sites_have_left_is_not_restarted(watched: Watched) -> None:
     assert not watched.warns("has died")
 
 
-def test_a_process_that_stays_for_its_hub_restarts_it(watched: Watched) -> None:
-    stay = threading.Thread(target=watched.hub._await_end)
-    stay.start()
+STAYS = """
+import sys
+from pathlib import Path
+from lightning_sdiloco.federation.self_started import HubOfRun
+
+hub = HubOfRun("llm", sys.argv[1], 2, Path(sys.argv[2]), True, insecure=True)
+hub.prepare("a", patience=60.0)
+hub.stay()
+"""
+
+
+def test_a_process_that_has_ended_but_stays_for_its_hub_restarts_it(tmp_path: Path) -> None:
+    require_extra()
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path, True, insecure=True)
+    stay = subprocess.Popen([sys.executable, "-c", STAYS, hub.address, str(tmp_path)])
+    watched = Watched(hub, None)
+    until(lambda: hub.log_file.exists() and "process" in hub.log_file.read_text(), PATIENCE)
+    time.sleep(1.0)
     watched.kill_until_restarted()
-    assert stay.is_alive()
+    assert stay.poll() is None
     os.kill(watched.process, signal.SIGTERM)
-    stay.join(PATIENCE)
-    assert not stay.is_alive()
+    assert stay.wait(PATIENCE) == 0
 
 
 def test_a_hub_that_dies_again_and_again_is_restarted_ever_later(
