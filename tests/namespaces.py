@@ -43,6 +43,33 @@ def two_sites() -> Iterator[list[str]]:
         _remove(names)
 
 
+@contextmanager
+def switched_sites(count: int) -> Iterator[list[str]]:
+    """Namespaces with the addresses 10.79.0.1 and following on interface ``wire``, which a switch
+    in a namespace of its own joins.
+    """
+    names = [f"sdiloco{os.getpid()}{side}" for side in range(count)]
+    switch = f"sdiloco{os.getpid()}switch"
+    try:
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add switch type bridge")
+        _ip(f"-n {switch} link set switch up")
+        for host, name in enumerate(names, start=1):
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link set lo up")
+            _ip(f"-n {name} link add name wire type veth peer name port{host} netns {switch}")
+            _ip(f"-n {name} address add 10.79.0.{host}/24 dev wire")
+            _ip(f"-n {name} link set wire up")
+            _ip(f"-n {switch} link set port{host} master switch up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove([*names, switch])
+        pytest.skip(f"network namespaces need root and iproute2 ({error})")
+    try:
+        yield names
+    finally:
+        _remove([*names, switch])
+
+
 def add_interface(name: str, interface: str, address: str) -> None:
     """Gives a namespace another interface with an address, to which the other one has no route."""
     _ip(f"-n {name} link add name {interface} type veth peer name {interface}0")

@@ -16,6 +16,8 @@ from lightning_sdiloco.algorithm.config import (
     DEFAULT_TIMEOUT,
     OuterOptimizer,
     Settings,
+    fault_of,
+    is_whole,
     names_checked,
 )
 from lightning_sdiloco.algorithm.gossip import Route
@@ -227,11 +229,24 @@ class StreamingDiLoCo:
         described |= proofs(partition, self.rounds.settings.outer.map, device)
         require_same_settings(described, self.topology.world)
 
-    def join(self) -> None:
+    def join(self, planned_steps: int | None = None) -> None:
         """Waits until a site has the current state of its federation so that no inner steps are
         wasted.
+
+        Args:
+            planned_steps: The total number of inner steps that you plan, if known. The site warns
+                if all other sites plan a different number.
+
+        Raises:
+            ValueError: If ``planned_steps`` is not a non-negative integer.
         """
-        self.loop.join(self.inner_steps)
+        if planned_steps is not None and not (is_whole(planned_steps) and planned_steps >= 0):
+            raise ValueError(
+                f"planned_steps={planned_steps!r} is {fault_of(planned_steps, True)}: it must be a"
+                " whole number of at least 0, or None. Pass the number of inner steps of the whole"
+                " training, or omit the argument."
+            )
+        self.loop.join(self.inner_steps, planned_steps)
 
     @takes_turns
     def step(

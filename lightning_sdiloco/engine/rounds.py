@@ -84,7 +84,7 @@ class Loop(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def join(self, step: int) -> None: ...
+    def join(self, step: int, planned_steps: int | None = None) -> None: ...
 
     def trained(self, micro_batches: int, samples: int) -> None: ...
 
@@ -314,7 +314,7 @@ class Rounds:
 
     # Algorithm 2
 
-    def join(self, step: int) -> None:
+    def join(self, step: int, planned_steps: int | None = None) -> None:
         """Does nothing, because all groups start together."""
 
     def trained(self, micro_batches: int, samples: int) -> None:

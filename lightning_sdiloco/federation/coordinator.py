@@ -51,6 +51,8 @@ from lightning_sdiloco.federation.messages import (
     RoundId,
     Snapshot,
     StateHeader,
+    StepCounts,
+    StepsOfOthers,
     Waiting,
     Welcome,
     Welcomed,
@@ -81,7 +83,7 @@ Status = dict[str, Json]
 class SiteStatistics:
     """A site's statistics for `Coordinator.status`. ``began`` contains the time at which each blob
     started to arrive. Each heartbeat sets ``trained_steps``, ``lost_steps``, ``inner_lr``,
-    ``cosine`` and ``against``. ``excluded`` contains the sources whose states the site has refused
+    ``cosine``, ``against`` and ``steps``. ``excluded`` contains the sources whose states the site has refused
     since it last had a usable state.
     """
 
@@ -94,6 +96,7 @@ class SiteStatistics:
     inner_lr: float | None = None
     cosine: float = 0.0
     against: int = 0
+    steps: StepCounts | None = None
     not_finite: int = 0
     too_long: int = 0
     wrong_buffers: int = 0
@@ -345,24 +348,37 @@ class Coordinator:
         records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
         first = [event_of(Welcomed(welcome, ledger.snapshots.best))]
-        rates = self._inner_rates(hello.site, now)
-        if is_new and rates:
-            first.append(event_of(InnerRate(median_low(rates))))
+        if is_new:
+            first += self._schedule_of_others(hello.site, now)
         return itertools.chain(first, records, calls)
 
-    def _inner_rates(self, site: str, now: float) -> list[float]:
-        """Returns the inner learning rates of all other connected sites."""
+    def _schedule_of_others(self, site: str, now: float) -> Iterator[Event]:
+        """Yields the inner learning rate and the inner steps of all other connected sites."""
         rates = []
-        for name in self.ledger.present(now):
+        trained = []
+        planned = []
+        for name in set(self.ledger.present(now)) - {site}:
             rate = self.statistics[name].inner_lr
-            if name != site and rate is not None:
+            steps = self.statistics[name].steps
+            if rate is not None:
                 rates.append(rate)
-        return rates
+            if steps is not None:
+                trained.append(steps.trained)
+                planned.append(steps.planned)
+        if rates:
+            yield event_of(InnerRate(median_low(rates)))
+        if trained:
+            known_plans = [steps for steps in planned if steps is not None]
+            bounds = None
+            if len(known_plans) == len(planned):
+                bounds = min(known_plans), max(known_plans)
+            yield event_of(StepsOfOthers(median_low(trained), bounds))
 
     def heartbeat(self, peer: Peer, about: Header) -> None:
         if peer.role != "site":
             return
         heartbeat = read(Heartbeat, about.get("heartbeat"), "heartbeat")
+        steps = read(StepCounts | None, about.get("steps"), "steps")
         _require_own(peer, heartbeat.site, heartbeat.incarnation)
         with self._lock:
             if self._ledger is None:
@@ -388,6 +404,7 @@ class Coordinator:
                     AGAINST_OTHERS,
                 )
             statistics.against = heartbeat.against
+            statistics.steps = steps
             self.room.unnamed.renew(peer, now + self._ledger.terms.lease)
         if heartbeat.follows and not followed:
             self._wake()
@@ -871,6 +888,7 @@ class Coordinator:
         if statistics is not None:
             last_heartbeat = round(now - statistics.heard_at, 3)
         statistics = statistics or SiteStatistics()
+        steps = statistics.steps
         return {
             "state": _state_of(ledger, site, now),
             "incarnation": member.incarnation if member else None,
@@ -881,6 +899,8 @@ class Coordinator:
             "lost_steps": round(statistics.lost_steps / len(ledger.closed), 1),
             "lost_share": round(statistics.lost_steps / (statistics.trained_steps or 1), 4),
             "inner_lr": statistics.inner_lr,
+            "inner_steps": steps and steps.trained,
+            "planned_steps": steps and steps.planned,
             "cosine": statistics.cosine,
             "against": statistics.against,
             "not_finite": statistics.not_finite,

@@ -42,6 +42,7 @@ from lightning_sdiloco.federation.messages import (
     Record,
     RoundId,
     StateHeader,
+    StepCounts,
     Welcome,
 )
 from lightning_sdiloco.federation.run_config import RETENTION, Terms
@@ -424,6 +425,8 @@ class Follower:
         self._trained_steps = 0
         # The inner learning rate at the last launch, if the owner has provided it.
         self.inner_lr: float | None = None
+        # The inner steps that the owner has trained and plans.
+        self.step_counts = StepCounts()
         # The direction of the last counted contribution in percent, and a bit for each recent
         # contribution. The bit is 1 if the contribution pointed against the other sites.
         self._cosine = 0

@@ -329,6 +329,17 @@ class Heartbeat(Message):
 
 
 @dataclass(frozen=True)
+class StepCounts(Message):
+    """The inner steps that a site has trained in total, including those before its checkpoint, and
+    the inner steps that it plans in total, if known. Each heartbeat contains them next to the
+    `Heartbeat`, because earlier hubs ignore unknown entries there.
+    """
+
+    trained: int = 0
+    planned: int | None = None
+
+
+@dataclass(frozen=True)
 class StateHeader(Message):
     applied: tuple[Position, ...]
     digests: tuple[Digest, ...]
@@ -387,6 +398,20 @@ class InnerRate:
 
 
 @dataclass(frozen=True)
+class StepsOfOthers:
+    """The inner steps of the other connected sites, sent to a joining site.
+
+    Attributes:
+        trained: The median of the inner steps that they have trained.
+        planned: The smallest and largest number of inner steps that they plan in total, or None if
+            one of these numbers is unknown.
+    """
+
+    trained: int
+    planned: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class StateWanted:
     """The hub needs this site's state for a joining site, as a snapshot, or to found the run."""
 
@@ -413,7 +438,16 @@ NO_STATE = "no site has a state"
 """The reason given to a site that is waiting for a state."""
 
 SiteEvent = (
-    Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateArrived | Lost
+    Waiting
+    | Welcomed
+    | Called
+    | Recorded
+    | Amended
+    | InnerRate
+    | StepsOfOthers
+    | StateWanted
+    | StateArrived
+    | Lost
 )
 
 
@@ -434,7 +468,16 @@ class StateOffered:
 
 
 HubEvent = (
-    Waiting | Welcomed | Called | Recorded | Amended | InnerRate | StateWanted | StateOffered | Lost
+    Waiting
+    | Welcomed
+    | Called
+    | Recorded
+    | Amended
+    | InnerRate
+    | StepsOfOthers
+    | StateWanted
+    | StateOffered
+    | Lost
 )
 
 _KINDS: dict[str, type[HubEvent]] = {
@@ -443,6 +486,7 @@ _KINDS: dict[str, type[HubEvent]] = {
     "call": Called,
     "amended": Amended,
     "inner_rate": InnerRate,
+    "steps": StepsOfOthers,
     "wanted": StateWanted,
     "state": StateOffered,
 }
@@ -463,7 +507,14 @@ class Event(NamedTuple):
 
 
 def event_of(
-    event: Waiting | Welcomed | Called | Amended | InnerRate | StateWanted | StateOffered,
+    event: Waiting
+    | Welcomed
+    | Called
+    | Amended
+    | InnerRate
+    | StepsOfOthers
+    | StateWanted
+    | StateOffered,
 ) -> Event:
     name = next(name for name, kind in _KINDS.items() if kind is type(event))
     return Event(name, {}, encoded(plain(event)))

@@ -35,6 +35,7 @@ from lightning_sdiloco.federation.messages import (
     StateHeader,
     StateOffered,
     StateWanted,
+    StepsOfOthers,
     Waiting,
     Welcome,
     Welcomed,
@@ -341,7 +342,11 @@ class HubConnection:
     def heartbeat(self, follower: Follower) -> None:
         hello = follower.hello(self._client.identity.run)
         self.hello_header = {"site": self.site, "hello": plain(hello)}
-        self.heartbeat_header = {"site": self.site, "heartbeat": plain(follower.heartbeat())}
+        self.heartbeat_header = {
+            "site": self.site,
+            "heartbeat": plain(follower.heartbeat()),
+            "steps": plain(follower.step_counts),
+        }
         with self._changed:
             self._outbox.keep(follower.outstanding())
         applied = [
@@ -659,7 +664,7 @@ class HubConnection:
                 self._put(hub_event)
                 if hub_event.own:
                     self.prefetch(hub_event.own)
-            case StateWanted() | Amended() | InnerRate():
+            case StateWanted() | Amended() | InnerRate() | StepsOfOthers():
                 self._put(hub_event)
             case StateOffered():
                 self._submit("calls", self._fetch_state, hub_event)

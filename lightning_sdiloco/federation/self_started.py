@@ -14,9 +14,16 @@ hub's port, provided that both hosts are on a private network. Anyone who can re
 obtain a site's keys, just as anyone who can reach the torch.distributed store can become a rank.
 The hub therefore issues keys to no more sites than the number that found the run, and never issues
 keys that a host has created in the folder.
+
+[Note: a hub that dies] The first rank of the site on the hub's host restarts a hub that was killed.
+The hub may be the child of an earlier incarnation of the site, so its exit code may be unknown. The
+hub therefore holds a lock on a file, which the system releases when the process ends in any way. A
+hub that ends deliberately first writes the reason to that file. The file is named after the hub's
+address, because hubs on several hosts may use the folder one after another.
 """
 
 import atexit
+import fcntl
 import json
 import logging
 import os
@@ -51,6 +58,13 @@ _FIRST_WARNING = 10.0
 # second if some were lost and may come back.
 _ALL_LEFT = 2.0
 _NOBODY = 120.0
+# Seconds before a dead hub is restarted, if it has not died recently, and at most.
+_FIRST_DELAY = 1.0
+_LONGEST_DELAY = 60.0
+# In a hub's life file: the hub is alive or was killed, or the reason for its end.
+_ALIVE = "it is alive"
+_LEFT = "its sites have left"
+_LIFE_LENGTH = 400  # bytes: a fixed length, so that a reason also fits on a full disk
 _SHOWN_LOG = 2000
 _LOOPBACK = "127.0.0.1"
 
@@ -118,12 +132,16 @@ class HubOfRun(NamedTuple):
         return self.folder / "hub.log"
 
     @property
+    def life_file(self) -> Path:
+        return self.folder / f"hub-{self.address}.life"
+
+    @property
     def _made_keys(self) -> Path:
         return self.folder / "keys"
 
     def prepare(self, site: str, patience: float) -> None:
-        """Starts the hub if it belongs on this host and is not running yet. Also obtains this
-        site's keys.
+        """Starts the hub if it belongs on this host and is not running yet, and restarts it if it
+        dies while this process is running. Also obtains this site's keys.
         """
         if self.is_here:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -131,6 +149,7 @@ class HubOfRun(NamedTuple):
                 self._make_keys()
             if not self._answers(_LOOPBACK):
                 self._start()
+            threading.Thread(target=self._watch, name="hub-watch", daemon=True).start()
         if self.keys is None and not self.insecure:
             self._await_keys(site, patience)
             if not (self._made_keys / f"{site}.bundle").exists():
@@ -265,10 +284,8 @@ class HubOfRun(NamedTuple):
         deadline = time.monotonic() + _LONGEST_START
         while not self._answers(_LOOPBACK):
             has_ended = process.poll() is not None
-            if has_ended:
-                # Another hub may be about to listen.
-                deadline = min(deadline, time.monotonic() + 10.0)
-            if time.monotonic() > deadline:
+            # If another process started the hub first, that hub may be about to listen.
+            if time.monotonic() > deadline or (has_ended and self._end() is not None):
                 end = f"ended with code {process.returncode}" if has_ended else "is not listening"
                 text = self.log_file.read_text()[-_SHOWN_LOG:]
                 raise ValueError(
@@ -280,13 +297,63 @@ class HubOfRun(NamedTuple):
             "The hub for run %s is listening on %s. Its log is %s", self.run, self.address, log.name
         )
 
+    def _end(self) -> str | None:
+        """Returns None if the hub's process on this host is running. Otherwise, returns the reason
+        for its end, or `_ALIVE` if the hub was killed.
+        """
+        try:
+            with self.life_file.open(errors="replace") as file:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return file.read().strip()
+        except FileNotFoundError:
+            return f"{self.life_file} is missing"
+        except OSError:
+            # The hub holds the lock, or the file cannot be read at the moment.
+            return None
+
+    def _watch(self) -> None:
+        """Restarts the hub whenever its process was killed, until it ends for a different reason."""
+        delay = _FIRST_DELAY
+        started_at = time.monotonic()
+        end = self._end()
+        while end in (None, _ALIVE):
+            if end == _ALIVE:
+                if time.monotonic() > started_at + _LONGEST_DELAY:
+                    delay = _FIRST_DELAY
+                _log.warning(
+                    "The hub of run %s has died. This site restarts it in %g s. Its log is %s",
+                    self.run,
+                    delay,
+                    self.log_file,
+                )
+                time.sleep(delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
+                try:
+                    self._start()
+                except (OSError, ValueError) as error:
+                    _log.warning("%s", error)
+                started_at = time.monotonic()
+            time.sleep(_MOMENT)
+            end = self._end()
+        _log.log(
+            logging.INFO if end == _LEFT else logging.WARNING,
+            "The hub of run %s has ended and is not restarted, because %s. Its log is %s",
+            self.run,
+            end,
+            self.log_file,
+        )
+
     def _await_end(self) -> None:
         if self._answers(_LOOPBACK):
             _log.info(
                 "This process is waiting until all other sites have left the hub on this host."
             )
+        alive_at = time.monotonic()
         with suppress(KeyboardInterrupt):
-            while self._answers(_LOOPBACK):
+            # A hub that cannot be restarted must not keep this process running.
+            while self._end() in (None, _ALIVE) and time.monotonic() < alive_at + _NOBODY:
+                if self._answers(_LOOPBACK):
+                    alive_at = time.monotonic()
                 time.sleep(_MOMENT)
 
 
@@ -314,15 +381,15 @@ def hub_of_hosts(
         run,
         hub,
         sites,
-        Path(folder or f"hub-{run}"),
+        Path(folder or f"hub-{run}").absolute(),
         is_here,
         None if keys is None else Path(keys),
         insecure,
     )
 
 
-def serve(hub: HubOfRun) -> None:
-    """Serves a run until its sites have left or a signal arrives."""
+def serve(hub: HubOfRun) -> str:
+    """Serves a run until its sites have left or a signal arrives. Returns the reason for the end."""
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -345,19 +412,34 @@ def serve(hub: HubOfRun) -> None:
                 used_at = time.monotonic()
             patience = _ALL_LEFT if service.have_all_left else _NOBODY
             if time.monotonic() > used_at + patience:
-                break
-    _log.info("the hub of run %s has ended because its sites have left", hub.run)
+                return _LEFT
+    return "it was stopped by a signal"
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     arguments = json.loads(sys.argv[1])
     arguments["folder"] = Path(arguments["folder"])
+    hub = HubOfRun(**arguments)
+    life = os.open(hub.life_file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        serve(HubOfRun(**arguments))
+        fcntl.lockf(life, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        _log.error("another process serves run %s on this host (%s)", hub.run, error)
+        os._exit(1)
+
+    def note(reason: str) -> None:
+        os.pwrite(life, reason.encode()[:_LIFE_LENGTH].ljust(_LIFE_LENGTH), 0)
+
+    note(_ALIVE)
+    try:
+        end = serve(hub)
     except (HubError, ValueError) as error:
         _log.error("%s", error)
+        note(f"of an error: {error}")
         os._exit(1)
+    note(end)
+    _log.info("the hub of run %s has ended, because %s", hub.run, end)
 
 
 if __name__ == "__main__":

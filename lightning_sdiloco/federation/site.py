@@ -16,7 +16,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ from lightning_sdiloco.federation.messages import (
     StateArrived,
     StateHeader,
     StateWanted,
+    StepCounts,
+    StepsOfOthers,
     Waiting,
     Welcome,
     Welcomed,
@@ -73,6 +75,8 @@ _MOMENT = 0.05
 _AGAIN = 1.0
 # Sites whose inner learning rates differ by more than this factor do not follow the same schedule.
 _UNLIKE_RATES = 1.25
+# Numbers of batches may differ slightly between sites with the same plan.
+_UNLIKE_PLANS = 1.01
 _CHANGED_IN_MEMORY = (
     "The outer parameters of %s have changed in memory since it computed them, so it cannot send"
     " them to other sites. Restart this site so that it resumes from its last checkpoint."
@@ -123,6 +127,12 @@ def on_all_ranks(ranks: Communicator, task: Callable[[], Result]) -> list[Result
             kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
             raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
     return [outcome.value for outcome in outcomes]
+
+
+def _range_of(*numbers: int | None) -> str:
+    """Returns the smallest and largest number as text."""
+    known_numbers = {number for number in numbers if number is not None}
+    return " to ".join(f"{number:,}" for number in sorted(known_numbers)) or "an unknown number"
 
 
 class _Fetching(NamedTuple):
@@ -377,6 +387,8 @@ class FederatedWorld:
         # The inner learning rate of the other sites, and whether this site has compared its own.
         self._rate_of_others: float | None = None
         self._has_compared_rates = False
+        # The inner steps of the other sites when this site connected.
+        self._steps_of_others: StepsOfOthers | None = None
         # The hub's reason why rounds do not close; empty if they do.
         self._waits_for = ""
         # The requests of all ranks at the last launch.
@@ -391,11 +403,12 @@ class FederatedWorld:
     def is_over(self) -> bool:
         return all(progress.ended for progress in self.follower.fragments)
 
-    def join(self, step: int) -> None:
+    def join(self, step: int, planned_steps: int | None = None) -> None:
         """Waits until the hub has accepted this site, the site has a state, and all closed rounds
         have landed.
         """
         self._step = step
+        self.follower.step_counts = StepCounts(step, planned_steps)
         self.hear()
         while not self._has_joined():
             # Landings are taken one at a time: if the site is far behind, a state is faster and may
@@ -405,6 +418,8 @@ class FederatedWorld:
             if landing is None:
                 self._connection.hub.wait(_MOMENT)
             self.hear()
+        if self._steps_of_others is not None and self._topology.group_rank == 0:
+            self._compare_steps(self._steps_of_others)
 
     def _has_joined(self) -> bool:
         follower = self.follower
@@ -427,6 +442,7 @@ class FederatedWorld:
         immediately.
         """
         self._step = step
+        self.follower.step_counts = replace(self.follower.step_counts, trained=step)
         self.requested = self.hear(self._rounds.requests.take())
         for call in self.follower.skips():
             self._connection.hub.skip(call)
@@ -476,6 +492,37 @@ class FederatedWorld:
                 self.follower.site,
                 rate,
                 common_rate,
+            )
+
+    def _compare_steps(self, steps_of_others: StepsOfOthers) -> None:
+        """Logs how many inner steps the other sites have trained, and warns if they agree on a
+        total number that differs from this site's plan.
+        """
+        steps = self.follower.step_counts
+        planned = steps.planned
+        common = steps_of_others.planned
+        _log.info(
+            "Site %s has trained %s inner steps and plans %s. When it joined, the other sites had"
+            " trained %s (median) and planned %s.",
+            self.follower.site,
+            f"{steps.trained:,}",
+            _range_of(planned),
+            f"{steps_of_others.trained:,}",
+            _range_of(*(common or ())),
+        )
+        if planned is None or common is None:
+            return
+        least, most = common
+        others_agree = most <= _UNLIKE_PLANS * least
+        is_alike = least / _UNLIKE_PLANS <= planned <= _UNLIKE_PLANS * most
+        if others_agree and not is_alike:
+            _log.warning(
+                "Site %s plans %s inner steps in total, but the other sites plan %s. Learning rate"
+                " schedules that end with the training therefore differ between sites. Set the same"
+                " max_steps on all sites.",
+                self.follower.site,
+                _range_of(planned),
+                _range_of(least, most),
             )
 
     def _encode(self, launch: Launch, begun: Contribution, launched: Span) -> None:
@@ -821,6 +868,8 @@ class FederatedWorld:
                 self.follower.terms = event.terms
             case InnerRate():
                 self._rate_of_others = event.rate
+            case StepsOfOthers():
+                self._steps_of_others = event
             case Recorded():
                 self._learn(event)
             case StateWanted():

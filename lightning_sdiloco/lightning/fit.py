@@ -196,7 +196,8 @@ class Fit(FitState):
         hooks have run.
         """
         require_same_start(self.checkpointer.start, self.groups.topology.world)
-        self.options.choose_for_length(module, self.groups.topology, self._known_steps)
+        steps = self._known_steps
+        self.options.choose_for_length(module, self.groups.topology, steps)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,
@@ -222,7 +223,7 @@ class Fit(FitState):
         self.options.start()
         self._epoch_has_stepped = None
         self.checkpointer.resume(engine)
-        engine.join()
+        engine.join(None if steps == math.inf else int(steps))
         self._announce(engine)
         self._note_before_hooks()
 

@@ -64,7 +64,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
         "share",
         "late",
         "lost",
-        "inner lr",
+        "steps, inner lr",
         "cosine, against",
         "not finite",
         "too long, buffers",
@@ -85,7 +85,7 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
             f"{site['share']:.0%}",
             str(site["late"]),
             f"{site['lost_steps']:g} steps, {site['lost_share']:.1%}",
-            "-" if site["inner_lr"] is None else f"{site['inner_lr']:.3g}",
+            f"{_steps_of(site)}, {_rate_of(site)}",
             f"{site['cosine']:.2f}, {site['against']}",
             str(site["not_finite"]),
             f"{site['too_long']}, {site['wrong_buffers']}",
@@ -95,6 +95,24 @@ def _table_of_sites(sites: dict[str, Status]) -> Table:
             f"{readable(site['bytes_per_second'])}/s",
         )
     return table
+
+
+def _rate_of(site: Status) -> str:
+    rate = site["inner_lr"]
+    return "-" if rate is None else f"{rate:.3g}"
+
+
+def _steps_of(site: Status) -> str:
+    """Returns the trained and planned inner steps of a site. A hub of an earlier version does not
+    report them.
+    """
+    trained = site.get("inner_steps")
+    planned = site.get("planned_steps")
+    if trained is None:
+        return "-"
+    if planned is None:
+        return f"{trained:,}"
+    return f"{trained:,} of {planned:,}"
 
 
 def _table_of_fragments(fragments: list[Status]) -> Table:

@@ -42,6 +42,8 @@ SITE: dict[str, Any] = {
     "lost_steps": 12.5,
     "lost_share": 0.031,
     "inner_lr": 0.0004,
+    "inner_steps": 5210,
+    "planned_steps": 10_000,
     "cosine": -0.31,
     "against": 13,
     "not_finite": 1,
@@ -203,8 +205,19 @@ def test_missing_options_files_and_packages_are_named(
 
 
 def test_the_table_of_the_status_names_troubles_sites_and_their_numbers() -> None:
-    table = printed(STATUS)
-    for entry in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
+    earlier = SITE | {"inner_steps": None, "planned_steps": None}
+    table = printed(STATUS | {"sites": {"a": SITE, "b": GONE, "c": earlier}})
+    for entry in (
+        "5,210",
+        "10,000",
+        "14 records",
+        "no space left",
+        "0.4 s",
+        "75%",
+        "2.5 MB",
+        "1 MB/s",
+        "gone",
+    ):
         assert entry in table
     assert "sites still missing: 2; here: a" in printed(FOUNDING)
 

@@ -27,6 +27,7 @@ from lightning_sdiloco.federation.messages import (
     Record,
     Standing,
     StateHeader,
+    StepCounts,
     Timing,
     Welcome,
 )
@@ -83,6 +84,7 @@ MESSAGES = st.one_of(
     st.builds(Call, SMALL, ROUNDS, st.booleans()),
     st.builds(Welcome, st.tuples(POSITIONS), st.tuples(st.integers(1, 9)), STANDING),
     st.builds(Heartbeat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
+    st.builds(StepCounts, WHOLE, st.none() | WHOLE),
     st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
 )
 

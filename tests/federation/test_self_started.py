@@ -9,9 +9,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,10 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import links
 from lightning_sdiloco import Federation, StreamingDiLoCo
-from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation import self_started
+from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.epoch import Epoch
 from lightning_sdiloco.federation.keys import add_keys, load
 from lightning_sdiloco.federation.messages import Payload
@@ -37,6 +41,7 @@ from lightning_sdiloco.launch.hosts import (
 )
 from tests.bits import same
 from tests.federation.hubs import Line, World, require_extra, until
+from tests.namespaces import switched_sites
 from tests.ranks import PATIENCE, replace_environment
 from tests.training import inner_optimizer, mlp, train_step
 
@@ -52,9 +57,11 @@ def free_port() -> int:
 # Hosts
 
 
-def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
-    """Trains the site of a host until the run ends, and notes its rounds."""
+def become_host(folder: Path, name: str, variables: Mapping[str, str]) -> None:
+    """Makes this process the first one of a host."""
     os.setsid()
+    if variables["HOST_MACHINE"]:
+        links.enter(variables["HOST_MACHINE"])
     os.environ.update(variables)
     log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
@@ -63,14 +70,29 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
     os.chdir(os.environ["HOST_DISK"])
     socket.gethostname = lambda: name
     torch.set_num_threads(1)
+
+
+def resume(checkpoint: Path, *parts: Any) -> None:
+    if checkpoint.exists():
+        for part, state in zip(parts, torch.load(checkpoint, weights_only=False), strict=True):
+            part.load_state_dict(state)
+
+
+def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int) -> None:
+    """Trains the site of a host until the run ends, and notes its rounds. A host on a machine keeps
+    checkpoints.
+    """
+    become_host(folder, name, variables)
     model = mlp()
     optimizer = inner_optimizer("adamw", model)
     federation = Federation(RUN, sites=hosts, lease=3.0)
     engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], federation=federation, **CHOICES)
+    checkpoint = folder / f"{name}.ckpt"
+    resume(checkpoint, engine, optimizer)
     engine.join()
     follower = engine.loop.follower  # type: ignore[attr-defined]
     longest_step = 0.0
-    step = 0
+    step = engine.inner_steps
     while not engine.loop.is_over:
         step += 1
         train_step(model, optimizer, int(name[1:]), step)
@@ -81,16 +103,31 @@ def train_host(folder: Path, name: str, variables: Mapping[str, str], hosts: int
         new = folder / f"{name}.new"
         new.write_text(json.dumps({**notes, "longest_step": longest_step}))
         new.rename(folder / f"{name}.json")
+        if variables["HOST_MACHINE"] and step % 16 == 0:
+            torch.save((engine.state_dict(), optimizer.state_dict()), new)
+            new.rename(checkpoint)
         time.sleep(0.01)
     engine.finish()
     torch.save(model.state_dict(), folder / f"{name}.pt")
 
 
-class Hosts:
-    """Hosts on this machine, of which the first has the hub."""
+def end_run(machine: str, address: str, keys: Path) -> None:
+    """Ends the run as an operator, from a machine."""
+    if machine:
+        links.enter(machine)
+    client = HubClient(address, RUN, "operator", keys, role="operator")
+    client.call("end")
+    client.close()
 
-    def __init__(self, folder: Path, number: int, share_disk: bool = True) -> None:
+
+class Hosts:
+    """Hosts on this machine, or each on a machine, of which the first has the hub."""
+
+    def __init__(
+        self, folder: Path, number: int, share_disk: bool = True, machines: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
+        self.machines = {f"n{index}": machine for index, machine in enumerate(machines)}
         self.share_disk = share_disk
         self.names = [f"n{index}" for index in range(number)]
         self.address = f"127.0.0.1:{free_port()}"
@@ -105,9 +142,16 @@ class Hosts:
             number = str(self.names.index(name))
             variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": number}
             variables["HOST_DISK"] = str(self.disk_of(name))
+            variables["HOST_MACHINE"] = self.machines.get(name, "")
             arguments = (self.folder, name, variables, len(self.names))
             self._processes[name] = self._context.Process(target=train_host, args=arguments)
             self._processes[name].start()
+
+    def move_hub(self, name: str) -> None:
+        """Makes the machine of a host the first one."""
+        self.names.remove(name)
+        self.names.insert(0, name)
+        self.address = f"10.79.0.{int(name[1:]) + 1}:29500"
 
     def disk_of(self, name: str) -> Path:
         return self.folder if self.share_disk else self.folder / f"disk-{name}"
@@ -123,6 +167,17 @@ class Hosts:
         process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
+
+    def process_of(self, name: str) -> int:
+        return int(self._processes[name].pid)
+
+    def exit_code(self, name: str) -> int | None:
+        self._processes[name].join(PATIENCE)
+        return self._processes[name].exitcode
+
+    @property
+    def epoch(self) -> int:
+        return int((self.hub_folder / "hub.epoch").read_text().split()[0])
 
     @property
     def hub_process(self) -> int:
@@ -146,9 +201,11 @@ class Hosts:
     def end(self) -> list[dict[str, torch.Tensor]]:
         """Ends the run as an operator; returns the models of all hosts."""
         keys = add_keys(self.hub_folder / "keys", "operator", role="operator")
-        client = HubClient(self.address, RUN, "operator", keys, role="operator")
-        client.call("end")
-        client.close()
+        machine = self.machines.get(self.names[0], "")
+        operator = self._context.Process(target=end_run, args=(machine, self.address, keys))
+        operator.start()
+        operator.join(PATIENCE)
+        assert operator.exitcode == 0
         for process in self._processes.values():
             process.join(PATIENCE)
             assert process.exitcode == 0, self.logs()
@@ -204,6 +261,64 @@ def test_hosts_found_a_run_and_each_is_killed_once_and_comes_back(
     until(lambda: "its sites have left" in hosts.logs(), PATIENCE)
 
 
+def test_a_hub_whose_process_alone_is_killed_is_restarted_by_the_site_on_its_host(
+    hosts_of: Callable[..., Hosts],
+) -> None:
+    hosts = hosts_of(2)
+    hosts.start(*hosts.names)
+    hosts.train(3, *hosts.names)
+    first_hub = hosts.hub_process
+    os.kill(first_hub, signal.SIGKILL)
+    hosts.train(3, *hosts.names)
+    # The second hub is no child of the site that watches it.
+    second_hub = hosts.hub_process
+    os.killpg(hosts.process_of("n0"), signal.SIGKILL)
+    hosts.start("n0")
+    hosts.train(3, *hosts.names)
+    assert hosts.hub_process == second_hub != first_hub
+    os.kill(second_hub, signal.SIGKILL)
+    hosts.train(3, *hosts.names)
+    models = hosts.end()
+    assert same(models[0], models[1])
+    assert f"The hub of run {RUN} has died" in (hosts.folder / "n0.log").read_text()
+    assert "has died" not in (hosts.folder / "n1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_another_machine_takes_over_the_hub_of_one_that_is_lost_for_good(
+    hosts_of: Callable[..., Hosts],
+) -> None:
+    with switched_sites(3) as machines:
+        hosts = hosts_of(3, machines=machines)
+        hosts.move_hub("n0")
+        hosts.start(*hosts.names)
+        hosts.train(3, *hosts.names)
+        epoch = hosts.epoch
+        for name in ("n0", "n1", "n2"):
+            hosts.kill(name)
+        first_hub = hosts.hub_process
+        hosts.move_hub("n1")
+        hosts.start("n1", "n2")
+        hosts.train(3, "n1", "n2")
+        assert hosts.hub_process != first_hub
+        assert hosts.epoch > epoch
+        # The lost machine comes back and still has the settings of its last launch.
+        hosts.move_hub("n0")
+        hosts.start("n0")
+        assert hosts.exit_code("n0") == 1
+        assert "another process has the ledger open" in (hosts.folder / "n0.log").read_text()
+        hosts.move_hub("n1")
+        # The end of that hub does not concern the watch of this one.
+        os.kill(hosts.hub_process, signal.SIGKILL)
+        hosts.train(3, "n1", "n2")
+        hosts.start("n0")
+        hosts.train(3, "n0", "n1", "n2")
+        models = hosts.end()
+    assert len(models) == 3
+    assert all(same(model, models[0]) for model in models)
+
+
 def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
     hosts_of: Callable[..., Hosts],
 ) -> None:
@@ -218,6 +333,126 @@ def test_hosts_without_a_common_disk_get_their_keys_from_the_first_one(
     assert [path.name for path in bundles] == ["n1.bundle"]
     assert bundles[0].stat().st_mode & 0o077 == 0
     hosts.end()
+
+
+# The watch of a hub
+
+
+class Watched(NamedTuple):
+    """A hub that this process watches, and the warnings of the watch."""
+
+    hub: HubOfRun
+    caplog: Any
+
+    @property
+    def process(self) -> int:
+        return int(re.findall(r"process (\d+): the hub", self.hub.log_file.read_text())[-1])
+
+    @property
+    def answers(self) -> bool:
+        return answers(*hub_addresses(self.hub.address)[0])
+
+    @property
+    def is_watched(self) -> bool:
+        return any(thread.name == "hub-watch" for thread in threading.enumerate())
+
+    def kill_until_restarted(self) -> None:
+        process = self.process
+        os.kill(process, signal.SIGKILL)
+        until(lambda: self.process != process, PATIENCE)
+
+    def warns(self, text: str) -> bool:
+        return any(re.search(text, record.getMessage()) for record in self.caplog.records)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Watched]:
+    require_extra()
+    caplog.set_level("INFO", self_started.__name__)
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path / "hub", True, insecure=True)
+    hub.prepare("a", patience=60.0)
+    watched = Watched(hub, caplog)
+    yield watched
+    if watched.answers:
+        os.kill(watched.process, signal.SIGTERM)
+    until(lambda: not watched.is_watched, PATIENCE)
+
+
+def test_a_hub_that_an_operator_stops_is_not_restarted(watched: Watched) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(watched.process, number)
+        until(lambda: watched.warns("is not restarted, because it was stopped by"), PATIENCE)
+        assert watched.warns(f"Its log is {watched.hub.log_file}")
+        time.sleep(1.5)
+        assert not watched.answers
+        watched.caplog.clear()
+        watched.hub.prepare("a", patience=60.0)
+        assert watched.answers, "a site that starts starts the hub"
+
+
+def test_a_hub_that_ends_with_an_error_is_not_restarted(watched: Watched) -> None:
+    Epoch(watched.hub.folder / "hub.sqlite")
+    message = "is not restarted, because of an error: This hub ends: another hub has started"
+    until(lambda: watched.warns(message), PATIENCE)
+    time.sleep(1.5)
+    assert not watched.answers
+    assert not watched.warns("has died")
+
+
+def test_a_killed_hub_whose_ledger_is_invalid_is_tried_once(watched: Watched) -> None:
+    (watched.hub.folder / "hub.sqlite").write_text("no ledger")
+    os.kill(watched.process, signal.SIGKILL)
+    until(
+        lambda: watched.warns(r"not restarted, because of an error: The ledger .* cannot be used")
+    )
+    assert len(re.findall("cannot be used", watched.hub.log_file.read_text())) == 1
+
+
+def test_a_hub_whose_sites_have_left_is_not_restarted(watched: Watched) -> None:
+    client = HubClient(watched.hub.address, RUN, "a", insecure=True)
+    client.call("leave")
+    client.close()
+    watched.hub._await_end()
+    until(lambda: not watched.is_watched, PATIENCE)
+    assert not watched.answers
+    assert watched.warns("is not restarted, because its sites have left")
+    assert not watched.warns("has died")
+
+
+STAYS = """
+import sys
+from pathlib import Path
+from lightning_sdiloco.federation.self_started import HubOfRun
+
+hub = HubOfRun("llm", sys.argv[1], 2, Path(sys.argv[2]), True, insecure=True)
+hub.prepare("a", patience=60.0)
+hub.stay()
+"""
+
+
+def test_a_process_that_has_ended_but_stays_for_its_hub_restarts_it(tmp_path: Path) -> None:
+    require_extra()
+    hub = HubOfRun(RUN, f"127.0.0.1:{free_port()}", 2, tmp_path, True, insecure=True)
+    stay = subprocess.Popen([sys.executable, "-c", STAYS, hub.address, str(tmp_path)])
+    watched = Watched(hub, None)
+    until(lambda: hub.log_file.exists() and "process" in hub.log_file.read_text(), PATIENCE)
+    time.sleep(1.0)
+    watched.kill_until_restarted()
+    assert stay.poll() is None
+    os.kill(watched.process, signal.SIGTERM)
+    assert stay.wait(PATIENCE) == 0
+
+
+def test_a_hub_that_dies_again_and_again_is_restarted_ever_later(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_started, "_LONGEST_DELAY", 3.0)
+    for delay in (1, 2, 3):
+        watched.kill_until_restarted()
+        assert watched.warns(
+            f"has died. This site restarts it in {delay} s. Its log is {watched.hub.log_file}"
+        )
+        watched.caplog.clear()
 
 
 # Launches

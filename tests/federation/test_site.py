@@ -3,6 +3,7 @@ deaths and returns.
 """
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from lightning_sdiloco.federation.messages import (
     Recorded,
     Welcome,
     Welcomed,
+    read_event,
 )
 from lightning_sdiloco.federation.run_config import Terms
 from lightning_sdiloco.federation.site import SharedConnection, from_part, to_part
@@ -648,6 +650,109 @@ def test_a_site_that_joins_in_mid_schedule_hears_that_its_learning_rate_differs(
     sites: Any = first.hub.coordinator.status()["sites"]
     rates = [sites[f"s{index}"]["inner_lr"] for index in range(3)]
     assert rates == pytest.approx([rate / 10, rate / 9, rate])
+
+
+def told_at_joining(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """The levels and texts of the messages about the schedule since the last call."""
+    messages = []
+    for record in caplog.records:
+        if "inner steps" in record.getMessage():
+            messages.append((record.levelname, record.getMessage()))
+    caplog.clear()
+    return messages
+
+
+def test_a_site_that_joins_is_told_what_others_have_trained_and_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "lightning_sdiloco")
+    sites = founded(3, **CHOICES)
+    for site in sites:
+        site.engine.join(planned_steps=1000)
+    train(sites[1:], 5)
+    train(sites, 20)
+    assert told_at_joining(caplog) == []
+    equal_site = Site(sites[0].hub, 3, **CHOICES)
+    equal_site.engine.join(planned_steps=1009)
+    message = (
+        "Site s3 has trained 0 inner steps and plans 1,009. When it joined, the other sites had"
+        " trained 25 (median) and planned 1,000."
+    )
+    assert told_at_joining(caplog) == [("INFO", message)]
+    shorter = Site(sites[0].hub, 4, **CHOICES)
+    shorter.engine.join(planned_steps=500)
+    train([*sites, equal_site, shorter], 4)
+    shorter.reconnect()
+    train([*sites, equal_site, shorter], 4)
+    (_, (level, warning)) = told_at_joining(caplog)
+    assert level == "WARNING"
+    assert "s4 plans 500 inner steps in total, but the other sites plan 1,000 to 1,009." in warning
+    assert "the same max_steps on all sites" in warning
+    status: Any = sites[0].hub.coordinator.status()["sites"]
+    assert [status[name]["inner_steps"] for name in ("s0", "s1", "s4")] == [28, 33, 8]
+    assert [status[name]["planned_steps"] for name in ("s0", "s3", "s4")] == [1000, 1009, 500]
+
+
+@pytest.mark.parametrize(
+    ("planned_of_others", "planned", "message"),
+    [
+        ((1000, 2000), 500, "planned 1,000 to 2,000"),
+        ((1000, None), 500, "planned an unknown number"),
+        ((1000, 1000), None, "s2 has trained 0 inner steps and plans an unknown number."),
+    ],
+)
+def test_a_site_is_not_warned_of_plans_that_are_unknown_or_already_differ(
+    planned_of_others: tuple[int | None, ...],
+    planned: int | None,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "lightning_sdiloco")
+    sites = founded(2, **CHOICES)
+    for site, planned_steps in zip(sites, planned_of_others, strict=True):
+        site.engine.join(planned_steps=planned_steps)
+    train(sites, 10)
+    Site(sites[0].hub, 2, **CHOICES).engine.join(planned_steps=planned)
+    ((level, text),) = told_at_joining(caplog)
+    assert level == "INFO"
+    assert message in text
+
+
+def test_a_resumed_site_is_told_its_steps_beside_those_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "lightning_sdiloco")
+    sites = founded(2, 12, **CHOICES)
+    state = sites[1].state()
+    sites.pop().die()
+    train(sites, 8)
+    again = Site(sites[0].hub, 1, mlp(5), **CHOICES)
+    again.resume(state)
+    again.engine.join(planned_steps=100)
+    ((_, text),) = told_at_joining(caplog)
+    assert "s1 has trained 12 inner steps and plans 100." in text
+    assert "the other sites had trained 20 (median)" in text
+
+
+def test_a_site_and_a_hub_without_planned_steps_are_understood() -> None:
+    sites = founded(2, 10, **CHOICES)
+    hub = sites[0].hub
+    # A site of an earlier version, which sends no steps.
+    header = dict(sites[0].connection.heartbeat_header)
+    del header["steps"]
+    hub.coordinator.heartbeat(sites[0].connection._client._peer, header)
+    status: Any = hub.coordinator.status()["sites"]
+    assert status["s0"]["inner_steps"] is None
+    # What such a hub reads of a heartbeat is unchanged, and such a site ignores the new event.
+    assert "inner_steps" not in sites[1].connection.heartbeat_header["heartbeat"]
+    assert read_event(Event("kind of a later version", {}, b"{}")) is None
+
+
+@pytest.mark.parametrize("planned_steps", [-1, 2.5, math.inf, True])
+def test_planned_steps_that_are_no_number_of_steps_are_refused(planned_steps: Any) -> None:
+    (site,) = founded(1, **CHOICES)
+    with pytest.raises(ValueError, match=f"planned_steps={planned_steps!r} is"):
+        site.engine.join(planned_steps=planned_steps)
 
 
 def test_a_donor_whose_outer_parameters_changed_in_memory_says_so(

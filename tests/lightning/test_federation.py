@@ -256,6 +256,9 @@ def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_those_of_all(
         assert federation.counted("a", fragment) == first["samples"] + second["samples"]
         assert federation.counted("b", fragment) == other_site["samples"]
     assert any(len(record.counted) == 2 for record in federation.records())
+    for status in federation.hub.coordinator.status()["sites"].values():
+        assert status["planned_steps"] == 60
+        assert 0 < status["inner_steps"] <= 60
 
 
 @pytest.mark.slow
