@@ -60,10 +60,10 @@ class Windows(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         training = self._training
         first = self._site * training.batch
-        mine = slice(first, first + training.batch)
+        of_site = slice(first, first + training.batch)
         batches = training.text().batches(training.seed, training.groups * training.batch)
         for tokens, targets in islice(batches, training.steps):
-            yield tokens[mine], targets[mine]
+            yield tokens[of_site], targets[of_site]
 
 
 class Member(pl.LightningModule):
@@ -171,10 +171,10 @@ def main(arguments: list[str] | None = None) -> None:
         report.show("Does it run", ["sites", "loss"], [[str(SITES[0]), f"{row['loss']:.3f}"]])
         return
     rows = report.kept_rows(options.json)
-    kept = {(row["sites"], row["seed"]) for row in rows}
+    finished = {(row["sites"], row["seed"]) for row in rows}
     for seed in quality.HELD_OUT:
         for sites in SITES:
-            if (sites, seed) in kept:
+            if (sites, seed) in finished:
                 continue
             rows.append(trained(sites, seed, quality.MODELS[SIZE].budget))
             report.said(f"{sites} sites, seed {seed}: {rows[-1]['loss']:.4f}")

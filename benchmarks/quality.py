@@ -36,6 +36,7 @@ bit for bit.
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any, NamedTuple
@@ -334,14 +335,7 @@ class OnLink(NamedTuple):
 def chosen_for_link(size: str, groups: int, step_times: float) -> OnLink:
     """Returns the choice on a link on which DDP's float32 gradients take this many inner steps."""
     steps = pair(size, groups, rates=MODELS[size].alone[groups])[0].steps
-    model = MODELS[size].size.make()
-    workload = Workload.of_parameters(dict(model.named_parameters()))
-    ring = 2 * (groups - 1) / groups * FLOAT32 * workload.numel
-    link = Link(8 * ring / step_times / 1e9, round_trip=ROUND_TRIP)
-
-    def method(settings: Settings) -> Streaming:
-        return Streaming(workload, settings, Groups(step_time=1.0, groups=groups))
-
+    method, link = streaming_on_link(size, groups, step_times)
     candidates = []
     for sync_every in round_lengths(steps):
         overlap_steps = overlap_in_round(sync_every)
@@ -358,6 +352,21 @@ def chosen_for_link(size: str, groups: int, step_times: float) -> OnLink:
             break
     waits = 1 - method(settings).utilisation(link)
     return OnLink(settings.sync_every, settings.overlap_steps, chosen_dense, waits)
+
+
+def streaming_on_link(
+    size: str, groups: int, step_times: float
+) -> tuple[Callable[[Settings], Streaming], Link]:
+    """Returns the planner's description of a method, by its settings, and the link."""
+    model = MODELS[size].size.make()
+    workload = Workload.of_parameters(dict(model.named_parameters()))
+    ring = 2 * (groups - 1) / groups * FLOAT32 * workload.numel
+    link = Link(8 * ring / step_times / 1e9, round_trip=ROUND_TRIP)
+    return partial(_streaming, workload, Groups(step_time=1.0, groups=groups)), link
+
+
+def _streaming(workload: Workload, groups: Groups, settings: Settings) -> Streaming:
+    return Streaming(workload, settings, groups)
 
 
 def on_links(size: str) -> Iterator[tuple[str, Pair]]:

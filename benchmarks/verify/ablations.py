@@ -141,12 +141,12 @@ def of_shipped() -> Iterator[Claim]:
     groups_loss = _loss(groups.ours)
     sent = mean_bytes(groups)
     sent_by_ddp = ring(shipped.GROUPS, shipped.ADAPTERS) * shipped.STEPS
-    kept = 100 * (before - groups_loss) / (before - plain)
+    kept_share = 100 * (before - groups_loss) / (before - plain)
     pattern = (
         "two groups end # % above DDP, and send 1/# of its bytes (one seed). They keep # % of ..."
         " DDP gains"
     )
-    yield Sentence(BENCHMARKS, pattern, [*gap(groups), sent_by_ddp / sent, kept])
+    yield Sentence(BENCHMARKS, pattern, [*gap(groups), sent_by_ddp / sent, kept_share])
     rows = {
         "before fine-tuning": [before],
         "DDP": [plain, sent_by_ddp / 1e6],
