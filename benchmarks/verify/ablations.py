@@ -143,8 +143,8 @@ def of_shipped() -> Iterator[Claim]:
     sent_by_ddp = ring(shipped.GROUPS, shipped.ADAPTERS) * shipped.STEPS
     kept_share = 100 * (before - groups_loss) / (before - plain)
     pattern = (
-        "two groups end # % above DDP, and send 1/# of its bytes (one seed). They keep # % of ..."
-        " DDP gains"
+        "the loss of two groups is # ± # % above DDP's, and they send 1/# of its bytes (three"
+        " seeds). The groups keep # % of what DDP gains"
     )
     yield Sentence(BENCHMARKS, pattern, [*gap(groups), sent_by_ddp / sent, kept_share])
     rows = {

@@ -11,11 +11,11 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-from benchmarks import comparison, curve, paper, quality, scaling
+from benchmarks import comparison, curve, federated, paper, quality, scaling
 from benchmarks.comparison import Comparison
 from benchmarks.training import Run, parameters
 from benchmarks.verify.claims import Claim, Sentence, Table
-from benchmarks.verify.results import BENCHMARKS, CHOOSING, README, runs
+from benchmarks.verify.results import BENCHMARKS, CHOOSING, README, results, runs
 from lightning_sdiloco.planning.methods import DataParallel
 from lightning_sdiloco.planning.units import half_width
 from lightning_sdiloco.planning.workload import Groups, Model
@@ -105,10 +105,10 @@ def _is_earlier(run: Run, key: Mapping[str, Any], sync_every: int) -> bool:
     )
 
 
-def ratio_of_bytes(compared: Comparison) -> float:
+def ratio_of_bytes(compared: Comparison, model: str = "0.1M") -> float:
     """Returns how many times as much as ours DDP sends: all gradients in float32, in a ring."""
     run = compared.ours[0]
-    size = quality.MODELS["0.1M"].size
+    size = quality.MODELS[model].size
     return ring(run["groups"], parameters(size)) * run["steps"] / mean_bytes(compared)
 
 
@@ -178,14 +178,30 @@ def of_links() -> Iterator[Claim]:
     settings = in_stage("links")
     rows = {}
     for step_times in quality.LINKS:
-        numbers: list[float] = []
-        for groups in GROUPS:
-            compared = settings[f"M={groups}, on a link of {step_times} inner steps"]
-            numbers += [compared.ours[0]["choices"]["sync_every"], *gap(compared)]
-            has_dense = "dense_beginning" in compared.ours[0]["choices"]
-            assert has_dense == (groups == 8 and step_times == quality.LINKS[0])
-        rows[f"{step_times} inner steps"] = numbers
+        on_link = [
+            settings[f"M={groups}, on a link of {step_times} inner steps"] for groups in GROUPS
+        ]
+        choices = [compared.ours[0]["choices"] for compared in on_link]
+        lengths = [chosen["sync_every"] for chosen in choices]
+        assert lengths == ([20, 20, 20] if step_times == quality.LINKS[-1] else [20, 10, 10])
+        have_dense = ["dense_beginning" in chosen for chosen in choices]
+        assert have_dense == [False, False, step_times == quality.LINKS[0]]
+        rows[f"{step_times} inner steps"] = gaps(*on_link)
     yield Table(CHOOSING, ["DDP's float32 gradients take", "M=2", "M=4", "M=8"], rows)
+
+
+def of_federated() -> Iterator[Claim]:
+    """Sites instead of fixed groups: federated.json."""
+    content = results("federated")["rows"]
+    rows = {}
+    for label, sites in zip(("four", "eight"), federated.SITES, strict=True):
+        seeds = [row for row in content if row["sites"] == sites]
+        assert len(seeds) == len(quality.HELD_OUT)
+        assert not any(row["late"] or row["missed"] for row in seeds), "the page says: none"
+        percentages = [federated.percent_of(row, runs("quality")) for row in seeds]
+        above_groups, above_ddp = zip(*percentages, strict=True)
+        rows[label] = [*gap(above_groups), *gap(above_ddp)]
+    yield Table(BENCHMARKS, ["sites", "% above the groups", "% above DDP"], rows)
 
 
 def of_half_a_million() -> Iterator[Claim]:
@@ -195,10 +211,12 @@ def of_half_a_million() -> Iterator[Claim]:
     size = parameters(quality.MODELS["0.5M"].size)
     ahead, half = gap(eight)
     pattern = (
-        "With half a million parameters (#) and the bare name, four groups were # % behind DDP"
+        "With half a million parameters (#) and the bare name, four groups were # ± # % behind DDP,"
+        " and eight groups were # ± # % ahead"
     )
-    yield Sentence(CHOOSING, pattern, [size, *gap(four)])
-    yield Sentence(CHOOSING, "and eight groups were # ± # % ahead", [-ahead, half])
+    yield Sentence(CHOOSING, pattern, [size, *gap(four), -ahead, half])
+    fractions = [ratio_of_bytes(setting, "0.5M") for setting in (four, eight)]
+    yield Sentence(CHOOSING, "They sent 1/# and 1/# of DDP's bytes", fractions)
 
 
 def lengths_of_bare_names() -> list[float]:
