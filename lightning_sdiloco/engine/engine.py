@@ -236,9 +236,6 @@ class StreamingDiLoCo:
         Args:
             planned_steps: The total number of inner steps that you plan, if known. The site warns
                 if all other sites plan a different number.
-
-        Raises:
-            ValueError: If ``planned_steps`` is not a non-negative integer.
         """
         if planned_steps is not None and not (is_whole(planned_steps) and planned_steps >= 0):
             raise ValueError(
@@ -256,12 +253,11 @@ class StreamingDiLoCo:
         landings.
 
         Args:
-            trained: The number of micro-batches that this rank trained in this inner step. Groups
-                are weighted by this number in the next mean of each fragment, so all groups must
-                use the same unit.
+            trained: The number of micro-batches that this rank trained in this inner step. The next
+                means are weighted by this number, so all groups must use the same unit.
             idle: Whether this group skipped training in this inner step, for example because its
-                data was exhausted. ``idle=True`` is equivalent to ``trained=0``. All ranks of a
-                group must pass the same value.
+                data was exhausted. Equivalent to ``trained=0``. All ranks of a group must pass the
+                same value.
             samples: The number of samples that this rank trained on. A federation uses this number
                 to weight its sites. The default is ``trained``.
 
@@ -452,10 +448,9 @@ class StreamingDiLoCo:
     @takes_turns
     def group_mean(self) -> Turns[GroupMean]:
         """Returns the mean of the groups' current models, as `finish` would compute it, without
-        affecting training.
+        affecting training. All ranks must call this method.
 
-        All ranks must call this method. While `has_landed` is False, evaluate this mean instead of
-        the outer model.
+        While `has_landed` is False, evaluate this mean instead of the outer model.
         """
         self._require_open("group_mean()")
         storage = self.fragmented_model.storage
@@ -477,12 +472,10 @@ class StreamingDiLoCo:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name as float32 tensors on the host.
 
-        The values are identical on all ranks. After `finish`, they are read from the model; see
-        `OuterView.keep_outer`.
-
-        All ranks of a worker group must call this method. After `finish`, this is required only if
-        the parameters are sharded. If a route is used, the result is the mean of the groups, and
-        all ranks of all groups must call this method until `finish`.
+        The values are identical on all ranks. All ranks of a worker group must call this method.
+        After `finish`, this is required only if the parameters are sharded. If a route is used, the
+        result is the mean of the groups, and all ranks of all groups must call this method until
+        `finish`.
         """
         mean = None
         if not (self.rounds.settings.shares or self._is_closed):
@@ -495,8 +488,8 @@ class StreamingDiLoCo:
 
         The state includes fragments in flight and the modules' extra state. After `finish`, the
         method returns the state from before the final landings, from which a longer run can
-        continue. Calling this method does not affect training. On a CPU, do not write to the
-        returned tensors, because they may share memory with the engine.
+        continue. On a CPU, do not write to the returned tensors, because they may share memory with
+        the engine.
         """
         return {
             **(self._unfinished or self._state()),
