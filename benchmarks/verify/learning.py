@@ -11,8 +11,9 @@ from itertools import product
 from statistics import mean
 from typing import Any
 
-from benchmarks import comparison, curve, federated, paper, quality, scaling
+from benchmarks import comparison, curve, experts, federated, paper, quality, scaling
 from benchmarks.comparison import Comparison
+from benchmarks.runs import by_setting
 from benchmarks.training import Run, parameters
 from benchmarks.verify.claims import Claim, Sentence, Table
 from benchmarks.verify.results import BENCHMARKS, CHOOSING, README, results, runs
@@ -202,6 +203,44 @@ def of_federated() -> Iterator[Claim]:
         above_groups, above_ddp = zip(*percentages, strict=True)
         rows[label] = [*gap(above_groups), *gap(above_ddp)]
     yield Table(BENCHMARKS, ["sites", "% above the groups", "% above DDP"], rows)
+
+
+def fragments_of_experts() -> Sequence[Comparison]:
+    """The default, a fragment for the experts of each block, and a fragment for each expert."""
+    return comparison.compared(runs("experts"), by_setting(experts.verdict()))
+
+
+def of_experts() -> Iterator[Claim]:
+    """A mixture of experts: experts.json."""
+    default, by_block, by_expert = fragments_of_experts()
+    model = experts.parameters(experts.SIZE)
+    steps = default.ours[0]["steps"]
+    sent_by_ddp = ring(experts.GROUPS, model) * steps
+    below, half = gap(default)
+    pattern = "Four groups end # ± # % below DDP, ... (three seeds, 1/# of DDP's bytes)"
+    yield Sentence(BENCHMARKS, pattern, [-below, half, sent_by_ddp / mean_bytes(default)])
+    rows: dict[str, Sequence[float]] = {"DDP": [loss_of(default.plain), sent_by_ddp / 1e6]}
+    labels = {
+        "default: one fragment per block, and one for the rest": default,
+        "one fragment for the experts of each block": by_block,
+        "one fragment per expert": by_expert,
+    }
+    for label, setting in labels.items():
+        rows[label] = [loss_of(setting.ours), *gap(setting), mean_bytes(setting) / 1e6]
+    yield Table(BENCHMARKS, ["mixture of experts"], rows)
+    pattern = "(# parameters, two blocks of eight experts, ... trains from scratch in # steps"
+    yield Sentence(BENCHMARKS, pattern, [model, steps])
+    yield Sentence(BENCHMARKS, "These runs see # tokens per parameter", [default.ours[0]["budget"]])
+
+
+def of_separate_experts() -> Iterator[Claim]:
+    """Separate fragments for experts, compared with the default: experts.json."""
+    default, *separate = fragments_of_experts()
+    for setting in separate:
+        pairs = zip(setting.ours, default.ours, strict=True)
+        change, half = gap([100 * (run["loss"] / usual["loss"] - 1) for run, usual in pairs])
+        assert abs(change) < half, "the page says: no significant difference"
+    yield Sentence(BENCHMARKS, "separate fragments for the experts make no significant", [])
 
 
 def of_half_a_million() -> Iterator[Claim]:
