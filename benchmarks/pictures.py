@@ -7,6 +7,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from typing import Any
 
 from benchmarks import (
     bands,
+    comparison,
     flights,
     memory,
     overhead,
@@ -27,6 +29,7 @@ from benchmarks import (
 from benchmarks.gpu import overlap
 from benchmarks.methods import __main__ as methods
 from benchmarks.methods import claims
+from benchmarks.runs import Runs
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SHOWN_OF_GPU = (408, 462)
@@ -78,6 +81,20 @@ def draw_rivals_over_bytes(picture: Path) -> None:
     rivals.draw_over_bytes(numbers_of("rivals")["rows"], picture)
 
 
+def draw_quality(picture: Path) -> None:
+    """Draws the bare name first, and then elementwise steps with different values of H."""
+    finished = Runs("quality", DOCS / "benchmarks" / "quality.json")
+    shown = []
+    for stage, sizes in (("alone", ["0.1M", "0.5M"]), ("verdict", quality.STAGES["verdict"].sizes)):
+        settings = quality.planned(quality.STAGES[stage], sizes, None, "cpu")
+        for compared in comparison.compared(finished, settings):
+            if stage == "verdict":
+                shown.append(replace(compared, name=f"{compared.name}, elementwise"))
+            elif "bare name" in compared.name:
+                shown.append(replace(compared, name=compared.name.removesuffix(", other seeds")))
+    comparison.draw(shown, picture)
+
+
 def draw_bands(picture: Path) -> None:
     bands.main(["--picture", str(picture)])
 
@@ -95,7 +112,7 @@ PICTURES: Mapping[str, Callable[[Path], None]] = {
     "methods": partial(draw_runs, methods.main, "methods"),
     "overhead": draw_overhead,
     "paper": partial(draw_runs, paper.main, "paper"),
-    "quality": partial(draw_runs, quality.main, "quality"),
+    "quality": draw_quality,
     "rivals": partial(draw_rows, rivals, "rivals"),
     "rivals-bytes": draw_rivals_over_bytes,
     "scaling": draw_scaling,
