@@ -3,14 +3,14 @@ picture.
 """
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.runs import Runs
+from benchmarks.runs import Runs, by_setting, parsed, parser
 from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
 
@@ -102,6 +102,34 @@ def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
         if ours:
             comparisons.append(Comparison(name, ours, plain))
     return comparisons
+
+
+Settings = Callable[[], Iterable[tuple[str, tuple[Training, Training]]]]
+"""Returns pairs, each with the name of its setting."""
+
+
+def run_stages(
+    name: str,
+    about: str | None,
+    stages: Mapping[str, Settings],
+    quick: Settings,
+    subject: str,
+    arguments: list[str] | None,
+) -> None:
+    """Runs the command of a benchmark whose pairs are made seed by seed, so that an interrupted
+    stage has whole seeds.
+    """
+    command_line = parser(about)
+    command_line.add_argument(
+        "--stage", choices=stages, default="verdict", help="what to run (default: %(default)s)"
+    )
+    options = parsed(command_line, arguments)
+    pairs = list(quick() if options.quick else stages[options.stage]())
+    finished = Runs(name, options.json)
+    trainings = [training for _, pair in pairs for training in pair]
+    finished.make(trainings, options.workers, options.minutes)
+    comparisons = compared(finished, by_setting(pairs))
+    tell(f"{options.stage}: {subject}", comparisons, finished, options)
 
 
 def tell(

@@ -15,7 +15,7 @@ With --json, every run is saved as soon as it ends, and runs that are already in
 skipped.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks import comparison, runs
+from benchmarks import comparison
 from benchmarks.models import Size, next_byte_loss
 from benchmarks.quality import Pair, chosen, of_strategy
-from benchmarks.runs import Runs
 from benchmarks.training import Group, Training
 
 # The folder of the examples is on the path since the import of benchmarks.models.
@@ -173,23 +172,12 @@ def shortened(training: ExpertTraining) -> ExpertTraining:
     return replace(training, size=size, budget=0.01, validation_windows=32)
 
 
-STAGES: dict[str, Callable[[], Iterator[tuple[str, Pair]]]] = {"rates": rates, "verdict": verdict}
+STAGES: Mapping[str, comparison.Settings] = {"rates": rates, "verdict": verdict}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = runs.parser(__doc__)
-    parser.add_argument(
-        "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
-    )
-    options = runs.parsed(parser, arguments)
-    pairs = list(quick() if options.quick else STAGES[options.stage]())
-    settings = runs.by_setting(pairs)
-    finished = Runs("experts", options.json)
-    # Seed by seed, so that an interrupted stage has whole seeds.
-    trainings = [training for _, pair in pairs for training in pair]
-    finished.make(trainings, options.workers, options.minutes)
-    title = f"{options.stage}: {GROUPS} groups, {parameters(SIZE):,} parameters"
-    comparison.tell(title, comparison.compared(finished, settings), finished, options)
+    subject = f"{GROUPS} groups, {parameters(SIZE):,} parameters"
+    comparison.run_stages("experts", __doc__, STAGES, quick, subject, arguments)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ skipped.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
@@ -32,10 +32,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks import comparison, runs
+from benchmarks import comparison
 from benchmarks.models import Size, next_byte_loss
 from benchmarks.quality import Pair, chosen
-from benchmarks.runs import Runs
 from benchmarks.training import Text, Training
 from lightning_sdiloco.algorithm.config import overlap_in_round, round_lengths
 
@@ -264,23 +263,12 @@ def shortened(training: ShippedTraining) -> ShippedTraining:
     return replace(training, budget=budget, batch=1, validation_windows=16)
 
 
-STAGES: dict[str, Callable[[], Iterator[tuple[str, Pair]]]] = {"rates": rates, "verdict": verdict}
+STAGES: Mapping[str, comparison.Settings] = {"rates": rates, "verdict": verdict}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = runs.parser(__doc__)
-    parser.add_argument(
-        "--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)"
-    )
-    options = runs.parsed(parser, arguments)
-    pairs = list(quick() if options.quick else STAGES[options.stage]())
-    settings = runs.by_setting(pairs)
-    finished = Runs("shipped", options.json)
-    # Seed by seed, so that an interrupted stage has whole seeds.
-    trainings = [training for _, pair in pairs for training in pair]
-    finished.make(trainings, options.workers, options.minutes)
-    title = f"{options.stage}: {STEPS} steps, {ADAPTERS:,} of {PARAMETERS:,} parameters"
-    comparison.tell(title, comparison.compared(finished, settings), finished, options)
+    subject = f"{STEPS} steps, {ADAPTERS:,} of {PARAMETERS:,} parameters"
+    comparison.run_stages("shipped", __doc__, STAGES, quick, subject, arguments)
 
 
 if __name__ == "__main__":

@@ -437,7 +437,7 @@ class Lost:
 NO_STATE = "no site has a state"
 """The reason given to a site that is waiting for a state."""
 
-SiteEvent = (
+_EventWithoutState = (
     Waiting
     | Welcomed
     | Called
@@ -446,9 +446,9 @@ SiteEvent = (
     | InnerRate
     | StepsOfOthers
     | StateWanted
-    | StateArrived
     | Lost
 )
+SiteEvent = _EventWithoutState | StateArrived
 
 
 # On the wire
@@ -467,18 +467,7 @@ class StateOffered:
     parts: Parts
 
 
-HubEvent = (
-    Waiting
-    | Welcomed
-    | Called
-    | Recorded
-    | Amended
-    | InnerRate
-    | StepsOfOthers
-    | StateWanted
-    | StateOffered
-    | Lost
-)
+HubEvent = _EventWithoutState | StateOffered
 
 _KINDS: dict[str, type[HubEvent]] = {
     "waiting": Waiting,
