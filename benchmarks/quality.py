@@ -36,7 +36,6 @@ bit for bit.
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any, NamedTuple
@@ -56,7 +55,7 @@ from lightning_sdiloco.algorithm.config import (
     round_lengths,
 )
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
-from lightning_sdiloco.lightning.options import dense_rounds_alone, is_hidden
+from lightning_sdiloco.lightning.options import DENSE_EVERY, dense_rounds_alone, is_hidden
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import FLOAT32, Groups
@@ -162,9 +161,6 @@ LINKS = (10, 30, 100)
 
 ROUND_TRIP = 0.05
 """The round trip of such a link, in inner steps."""
-
-DENSE_EVERY = (4, 8)
-"""The dense rounds that the strategy tries before regular rounds of up to 20 inner steps."""
 
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
 """The outer step of runs that do not set a direction."""
@@ -332,41 +328,49 @@ class OnLink(NamedTuple):
     waits: float
 
 
-def chosen_for_link(size: str, groups: int, step_times: float) -> OnLink:
-    """Returns the choice on a link on which DDP's float32 gradients take this many inner steps."""
-    steps = pair(size, groups, rates=MODELS[size].alone[groups])[0].steps
-    method, link = streaming_on_link(size, groups, step_times)
-    candidates = []
-    for sync_every in round_lengths(steps):
-        overlap_steps = overlap_in_round(sync_every)
-        candidates.append(
-            Settings(sync_every=sync_every, overlap_steps=overlap_steps, fragments="strided")
-        )
-    hidden = [settings for settings in candidates if is_hidden(method(settings), link)]
-    settings = [*hidden, candidates[-1]][0]
-    chosen_dense = None
-    for sync_every in DENSE_EVERY:
-        dense = dense_for(groups, steps, settings, sync_every)
-        if dense is not None and is_hidden(method(dense_rounds_alone(settings, dense)), link):
-            chosen_dense = dense
-            break
-    waits = 1 - method(settings).utilisation(link)
-    return OnLink(settings.sync_every, settings.overlap_steps, chosen_dense, waits)
+class ScaledLink(NamedTuple):
+    """A link and the groups that exchange a model over it, in time units of an inner step."""
+
+    workload: Workload
+    groups: Groups
+    link: Link
+
+    def method(self, settings: Settings) -> Streaming:
+        return Streaming(self.workload, settings, self.groups)
+
+    def hides(self, settings: Settings) -> bool:
+        """Returns whether training does not wait for the link with these settings."""
+        return is_hidden(self.method(settings), self.link)
 
 
-def streaming_on_link(
-    size: str, groups: int, step_times: float
-) -> tuple[Callable[[Settings], Streaming], Link]:
-    """Returns the planner's description of a method, by its settings, and the link."""
+def scaled_link(size: str, groups: int, step_times: float) -> ScaledLink:
+    """Returns a link on which DDP's float32 gradients take this many inner steps."""
     model = MODELS[size].size.make()
     workload = Workload.of_parameters(dict(model.named_parameters()))
     ring = 2 * (groups - 1) / groups * FLOAT32 * workload.numel
     link = Link(8 * ring / step_times / 1e9, round_trip=ROUND_TRIP)
-    return partial(_streaming, workload, Groups(step_time=1.0, groups=groups)), link
+    return ScaledLink(workload, Groups(step_time=1.0, groups=groups), link)
 
 
-def _streaming(workload: Workload, groups: Groups, settings: Settings) -> Streaming:
-    return Streaming(workload, settings, groups)
+def chosen_for_link(size: str, groups: int, step_times: float) -> OnLink:
+    """Returns the choice on a link on which DDP's float32 gradients take this many inner steps."""
+    steps = pair(size, groups, rates=MODELS[size].alone[groups])[0].steps
+    link = scaled_link(size, groups, step_times)
+    candidates = [
+        Settings(
+            sync_every=sync_every, overlap_steps=overlap_in_round(sync_every), fragments="strided"
+        )
+        for sync_every in round_lengths(steps)
+    ]
+    settings = next(filter(link.hides, candidates), candidates[-1])
+    hidden_dense = None
+    for sync_every in DENSE_EVERY:
+        dense = dense_for(groups, steps, settings, sync_every)
+        if dense is not None and link.hides(dense_rounds_alone(settings, dense)):
+            hidden_dense = dense
+            break
+    waits = 1 - link.method(settings).utilisation(link.link)
+    return OnLink(settings.sync_every, settings.overlap_steps, hidden_dense, waits)
 
 
 def on_links(size: str) -> Iterator[tuple[str, Pair]]:

@@ -4,7 +4,6 @@ rounds, and the defaults.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import mean
 from typing import Any
 
 from benchmarks import comparison, few_rounds, finetuning, paper, quality, shipped, vision
@@ -136,9 +135,9 @@ def of_finetuning() -> Iterator[Claim]:
 def of_shipped() -> Iterator[Claim]:
     """LoRA of a model that a package ships: shipped.json."""
     groups, untrained = comparison.compared(runs("shipped"), by_setting(shipped.verdict()))
-    before = _loss(untrained.ours)
-    plain = _loss(groups.plain)
-    groups_loss = _loss(groups.ours)
+    before = quality.loss(untrained.ours)
+    plain = quality.loss(groups.plain)
+    groups_loss = quality.loss(groups.ours)
     sent = mean_bytes(groups)
     sent_by_ddp = ring(shipped.GROUPS, shipped.ADAPTERS) * shipped.STEPS
     kept_share = 100 * (before - groups_loss) / (before - plain)
@@ -154,18 +153,16 @@ def of_shipped() -> Iterator[Claim]:
     }
     yield Table(BENCHMARKS, ["LoRA of a shipped model"], rows)
     tuned = comparison.compared(runs("shipped"), by_setting(shipped.rates()))
-    best = min(tuned, key=lambda setting: _loss(setting.ours))
-    assert best is min(tuned, key=lambda setting: _loss(setting.plain)), "the page says: both"
+    best = min(tuned, key=lambda setting: quality.loss(setting.ours))
+    assert best is min(tuned, key=lambda setting: quality.loss(setting.plain)), (
+        "the page says: both"
+    )
     numbers = [best.ours[0]["lr"], *gap(best), shipped.TRIED[-1], shipped.TRIED[0], shipped.LR]
     pattern = (
         "did best at # of the three rates ... ended # % above DDP. With a rate of #, ... between #"
         " and # was tried"
     )
     yield Sentence(BENCHMARKS, pattern, numbers)
-
-
-def _loss(of_seeds: Sequence[Run]) -> float:
-    return mean(run["loss"] for run in of_seeds)
 
 
 def of_defaults() -> Iterator[Claim]:

@@ -166,12 +166,10 @@ def of_wrong_lengths() -> Iterator[Claim]:
     pattern = "At four times the best rate, they ended at # %"
     yield Sentence(CHOOSING, pattern, means(four_times))
     at_other_rates = (quarter, half, twice, four_times)
-    assert loss_of(best.ours) < min(loss_of(compared.ours) for compared in at_other_rates)
-    assert loss_of(best.plain) < min(loss_of(compared.plain) for compared in at_other_rates)
-
-
-def loss_of(same: Sequence[Run]) -> float:
-    return mean(run["loss"] for run in same)
+    assert quality.loss(best.ours) < min(quality.loss(compared.ours) for compared in at_other_rates)
+    assert quality.loss(best.plain) < min(
+        quality.loss(compared.plain) for compared in at_other_rates
+    )
 
 
 def of_links() -> Iterator[Claim]:
@@ -219,14 +217,14 @@ def of_experts() -> Iterator[Claim]:
     below, half = gap(default)
     pattern = "Four groups end # ± # % below DDP, ... (three seeds, 1/# of DDP's bytes)"
     yield Sentence(BENCHMARKS, pattern, [-below, half, sent_by_ddp / mean_bytes(default)])
-    rows: dict[str, Sequence[float]] = {"DDP": [loss_of(default.plain), sent_by_ddp / 1e6]}
+    rows: dict[str, Sequence[float]] = {"DDP": [quality.loss(default.plain), sent_by_ddp / 1e6]}
     labels = {
         "default: one fragment per block, and one for the rest": default,
         "one fragment for the experts of each block": by_block,
         "one fragment per expert": by_expert,
     }
     for label, setting in labels.items():
-        rows[label] = [loss_of(setting.ours), *gap(setting), mean_bytes(setting) / 1e6]
+        rows[label] = [quality.loss(setting.ours), *gap(setting), mean_bytes(setting) / 1e6]
     yield Table(BENCHMARKS, ["mixture of experts"], rows)
     pattern = "(# parameters, two blocks of eight experts, ... trains from scratch in # steps"
     yield Sentence(BENCHMARKS, pattern, [model, steps])

@@ -236,6 +236,9 @@ class StreamingDiLoCo:
         Args:
             planned_steps: The total number of inner steps that you plan, if known. The site warns
                 if all other sites plan a different number.
+
+        Raises:
+            ValueError: If ``planned_steps`` is not a non-negative integer.
         """
         if planned_steps is not None and not (is_whole(planned_steps) and planned_steps >= 0):
             raise ValueError(
@@ -488,8 +491,8 @@ class StreamingDiLoCo:
 
         The state includes fragments in flight and the modules' extra state. After `finish`, the
         method returns the state from before the final landings, from which a longer run can
-        continue. On a CPU, do not write to the returned tensors, because they may share memory with
-        the engine.
+        continue. Calling this method does not affect training. On a CPU, do not write to the
+        returned tensors, because they may share memory with the engine.
         """
         return {
             **(self._unfinished or self._state()),

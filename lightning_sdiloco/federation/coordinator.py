@@ -83,8 +83,8 @@ Status = dict[str, Json]
 class SiteStatistics:
     """A site's statistics for `Coordinator.status`. ``began`` contains the time at which each blob
     started to arrive. Each heartbeat sets ``trained_steps``, ``lost_steps``, ``inner_lr``,
-    ``cosine``, ``against`` and ``steps``. ``excluded`` contains the sources whose states the site has refused
-    since it last had a usable state.
+    ``cosine``, ``against`` and ``steps``. ``excluded`` contains the sources whose states the site
+    has refused since it last had a usable state.
     """
 
     heard_at: float = 0.0
@@ -364,14 +364,14 @@ class Coordinator:
                 rates.append(rate)
             if steps is not None:
                 trained.append(steps.trained)
-                planned.append(steps.planned)
+                if steps.planned is not None:
+                    planned.append(steps.planned)
         if rates:
             yield event_of(InnerRate(median_low(rates)))
         if trained:
-            known_plans = [steps for steps in planned if steps is not None]
             bounds = None
-            if len(known_plans) == len(planned):
-                bounds = min(known_plans), max(known_plans)
+            if len(planned) == len(trained):
+                bounds = min(planned), max(planned)
             yield event_of(StepsOfOthers(median_low(trained), bounds))
 
     def heartbeat(self, peer: Peer, about: Header) -> None:

@@ -437,18 +437,8 @@ class Lost:
 NO_STATE = "no site has a state"
 """The reason given to a site that is waiting for a state."""
 
-_EventWithoutState = (
-    Waiting
-    | Welcomed
-    | Called
-    | Recorded
-    | Amended
-    | InnerRate
-    | StepsOfOthers
-    | StateWanted
-    | Lost
-)
-SiteEvent = _EventWithoutState | StateArrived
+_PlainEvent = Waiting | Welcomed | Called | Amended | InnerRate | StepsOfOthers | StateWanted
+SiteEvent = _PlainEvent | Recorded | StateArrived | Lost
 
 
 # On the wire
@@ -467,7 +457,7 @@ class StateOffered:
     parts: Parts
 
 
-HubEvent = _EventWithoutState | StateOffered
+HubEvent = _PlainEvent | Recorded | StateOffered | Lost
 
 _KINDS: dict[str, type[HubEvent]] = {
     "waiting": Waiting,
@@ -495,16 +485,7 @@ class Event(NamedTuple):
     body: bytes = b""
 
 
-def event_of(
-    event: Waiting
-    | Welcomed
-    | Called
-    | Amended
-    | InnerRate
-    | StepsOfOthers
-    | StateWanted
-    | StateOffered,
-) -> Event:
+def event_of(event: _PlainEvent | StateOffered) -> Event:
     name = next(name for name, kind in _KINDS.items() if kind is type(event))
     return Event(name, {}, encoded(plain(event)))
 

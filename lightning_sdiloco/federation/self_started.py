@@ -18,8 +18,9 @@ keys that a host has created in the folder.
 [Note: a hub that dies] The first rank of the site on the hub's host restarts a hub that was killed.
 The hub may be the child of an earlier incarnation of the site, so its exit code may be unknown. The
 hub therefore holds a lock on a file, which the system releases when the process ends in any way. A
-hub that ends deliberately first writes the reason to that file. The file is named after the hub's
-address, because hubs on several hosts may use the folder one after another.
+hub that ends deliberately first writes the reason to that file, which is blank until then. The file
+is named after the hub's address, because hubs on several hosts may use the folder one after
+another.
 """
 
 import atexit
@@ -61,8 +62,6 @@ _NOBODY = 120.0
 # Seconds before a dead hub is restarted, if it has not died recently, and at most.
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 60.0
-# In a hub's life file: the hub is alive or was killed, or the reason for its end.
-_ALIVE = "it is alive"
 _LEFT = "its sites have left"
 _LIFE_LENGTH = 400  # bytes: a fixed length, so that a reason also fits on a full disk
 _SHOWN_LOG = 2000
@@ -100,6 +99,15 @@ def place_of_host(run: str, hub: str | None, sites: int | None) -> Place:
             )
         hub = f"{launch.address}:{launch.port}"
     return Place(hub, sites, launch.host)
+
+
+class _Life(NamedTuple):
+    """The reason that a hub gave for its end, and whether its process is running. A hub that is
+    running or was killed has given no reason.
+    """
+
+    reason: str = ""
+    is_running: bool = False
 
 
 class HubOfRun(NamedTuple):
@@ -285,7 +293,7 @@ class HubOfRun(NamedTuple):
         while not self._answers(_LOOPBACK):
             has_ended = process.poll() is not None
             # If another process started the hub first, that hub may be about to listen.
-            if time.monotonic() > deadline or (has_ended and self._end() is not None):
+            if time.monotonic() > deadline or (has_ended and not self._life().is_running):
                 end = f"ended with code {process.returncode}" if has_ended else "is not listening"
                 text = self.log_file.read_text()[-_SHOWN_LOG:]
                 raise ValueError(
@@ -297,27 +305,25 @@ class HubOfRun(NamedTuple):
             "The hub for run %s is listening on %s. Its log is %s", self.run, self.address, log.name
         )
 
-    def _end(self) -> str | None:
-        """Returns None if the hub's process on this host is running. Otherwise, returns the reason
-        for its end, or `_ALIVE` if the hub was killed.
-        """
+    def _life(self) -> _Life:
+        """Returns the life of the hub's process on this host."""
         try:
             with self.life_file.open(errors="replace") as file:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return file.read().strip()
+                return _Life(file.read().strip())
         except FileNotFoundError:
-            return f"{self.life_file} is missing"
+            return _Life(f"{self.life_file} is missing")
         except OSError:
             # The hub holds the lock, or the file cannot be read at the moment.
-            return None
+            return _Life(is_running=True)
 
     def _watch(self) -> None:
         """Restarts the hub whenever its process was killed, until it ends for a different reason."""
         delay = _FIRST_DELAY
         started_at = time.monotonic()
-        end = self._end()
-        while end in (None, _ALIVE):
-            if end == _ALIVE:
+        life = self._life()
+        while not life.reason:
+            if not life.is_running:
                 if time.monotonic() > started_at + _LONGEST_DELAY:
                     delay = _FIRST_DELAY
                 _log.warning(
@@ -334,12 +340,12 @@ class HubOfRun(NamedTuple):
                     _log.warning("%s", error)
                 started_at = time.monotonic()
             time.sleep(_MOMENT)
-            end = self._end()
+            life = self._life()
         _log.log(
-            logging.INFO if end == _LEFT else logging.WARNING,
+            logging.INFO if life.reason == _LEFT else logging.WARNING,
             "The hub of run %s has ended and is not restarted, because %s. Its log is %s",
             self.run,
-            end,
+            life.reason,
             self.log_file,
         )
 
@@ -351,7 +357,7 @@ class HubOfRun(NamedTuple):
         alive_at = time.monotonic()
         with suppress(KeyboardInterrupt):
             # A hub that cannot be restarted must not keep this process running.
-            while self._end() in (None, _ALIVE) and time.monotonic() < alive_at + _NOBODY:
+            while not self._life().reason and time.monotonic() < alive_at + _NOBODY:
                 if self._answers(_LOOPBACK):
                     alive_at = time.monotonic()
                 time.sleep(_MOMENT)
@@ -431,7 +437,7 @@ def main() -> None:
     def note(reason: str) -> None:
         os.pwrite(life, reason.encode()[:_LIFE_LENGTH].ljust(_LIFE_LENGTH), 0)
 
-    note(_ALIVE)
+    note("")
     try:
         end = serve(hub)
     except (HubError, ValueError) as error:

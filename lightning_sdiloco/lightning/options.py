@@ -58,7 +58,7 @@ from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 _log = logging.getLogger(__name__)
 
 # The ``sync_every`` of dense beginnings, in the order in which they are tried.
-_DENSE_EVERY = (4, 8, 16, 32, 64, 128)
+DENSE_EVERY = (4, 8, 16, 32, 64, 128)
 
 # Seconds per inner step that training may always spend waiting.
 _NEXT_TO_NOTHING = 0.002
@@ -459,7 +459,7 @@ class Options:
     def _dense_candidates(self, num_groups: int) -> list[DenseBeginning]:
         """Returns the dense beginnings whose first launch is not overdue, shortest rounds first."""
         candidates = []
-        for sync_every in _DENSE_EVERY:
+        for sync_every in DENSE_EVERY:
             dense = dense_for(num_groups, self.steps, self.settings, sync_every)
             if dense is not None and sync_every >= len(self._times):
                 candidates.append(dense)

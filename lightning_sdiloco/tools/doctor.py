@@ -51,6 +51,7 @@ from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
 from lightning_sdiloco.planning.units import counted, readable, readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import Numbers, plain
+from lightning_sdiloco.tools.status import missing_sites
 
 SECONDS = 3.0
 """The number of seconds for which each direction is measured.
@@ -737,9 +738,7 @@ def _fix_of(refusal: Exception, insecure: bool) -> str:
 def _check_run(status: Numbers) -> Iterator[Finding]:
     """Reports the run's state, the hub's disk space, and whether versions are compatible."""
     if not status["founded"]:
-        sites = ", ".join(status["here"]) or "none"
-        missing = f"sites still missing: {status['missing']}; here: {sites}"
-        yield Finding("ok", "run", f"not founded yet: {missing}")
+        yield Finding("ok", "run", f"not founded yet: {missing_sites(status)}")
         return
     if status["trouble"]:
         # The missing site may be the one that is about to join.

@@ -47,13 +47,17 @@ def status(options: HubOptions, json: bool = False) -> str:
 def as_table(status: Status) -> Group:
     """Shows the run in two tables, or the missing sites if the run has not been founded yet."""
     if not status["founded"]:
-        sites = ", ".join(status["here"]) or "none"
-        missing = f"sites still missing: {status['missing']}; here: {sites}"
-        return Group(Text(f"run {status['run']}: being founded, {missing}"))
+        return Group(Text(f"run {status['run']}: being founded, {missing_sites(status)}"))
     parts: list[Text | Table] = [Text(f"run {status['run']}: {status['records']} records")]
     if status["trouble"]:
         parts.append(Text(status["trouble"], style="bold red"))
     return Group(*parts, _table_of_sites(status["sites"]), _table_of_fragments(status["fragments"]))
+
+
+def missing_sites(status: Status) -> str:
+    """Describes the sites of a run that has not been founded yet."""
+    sites = ", ".join(status["here"]) or "none"
+    return f"sites still missing: {status['missing']}; here: {sites}"
 
 
 def _table_of_sites(sites: dict[str, Status]) -> Table:
